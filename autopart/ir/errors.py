@@ -74,6 +74,10 @@ class InfeasibleError(PlanError):
     """No plan exists within the limits."""
 
 
+class CheckpointError(AutopartError):
+    """A checkpoint that cannot be written or read, or does not fit what it is loaded into; `where` is the file."""
+
+
 class GraphError(AutopartError):
     """An invariant of `Graph` is broken: a bug in autopart."""
 

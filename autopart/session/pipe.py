@@ -10,6 +10,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from autopart.report.plan_table import stage_table
 from autopart.runtime.group.world import World
 from autopart.session.asynchronous.limits import refuse_in_training, require_stream
 from autopart.session.asynchronous.training import Training
+from autopart.session.checkpoints.saver import Around, HasState, Request, Saver, require_folder
 from autopart.session.pipe_state import PipeState
 from autopart.session.session import Session
 from autopart.session.state.misuse_guards import short_tracebacks, watch_optimizers, without_backward
@@ -53,6 +55,7 @@ class Pipe(PipeState):
         self._skipped_in_a_row = 0
         self._unwatch: Callable[[], None] = lambda: None
         self._training: Training | None = None
+        self._saver = Saver()
         if sample is not None:
             self._bring_up(((sample,), {}))
 
@@ -60,6 +63,7 @@ class Pipe(PipeState):
         session = Session(self._captures, self._cluster, self._options)
         session.bring_up(arguments, sharded=sharded)
         self._session = session
+        session.calls.pending = self._saver.failure
         take_masters(session, self._restored)
         self._unwatch = watch_optimizers(session.world.size, lambda: session.tensors)
         return session
@@ -177,6 +181,62 @@ class Pipe(PipeState):
             self._training.end("adopt")
         self.session.adopt(plan)
 
+    # -- checkpoints ---------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        folder: str | os.PathLike[str],
+        optimizer: torch.optim.Optimizer | None = None,
+        scheduler: HasState | None = None,
+        extra: Any = None,
+        *,
+        keep: int | None = None,
+        wait: bool = True,
+    ) -> Path:
+        """Save a checkpoint from all ranks, and return its folder, `folder/step-00000010` after ten steps.  Collective.
+
+        Every rank writes what it keeps, to a folder that all ranks see; nobody gathers the model.  The folder has the
+        weights in safetensors by their original names, with the index of Hugging Face's loaders, and
+        `checkpoint.json`.  It appears under its name only when it is whole; a crash at any time leaves the one before.
+        Gradients are not saved: call it after `optimizer.step()`.
+
+        optimizer: this rank's; its state is kept by the names of the parameters.  scheduler: a learning rate scheduler,
+        alike on every rank.  extra: numbers, texts, lists and dicts; those of rank 0 count.  keep: delete all but the
+        newest `keep` checkpoints afterwards.  wait: False to copy the state to host memory and write it beside
+        training; what fails there is raised by the next call on all ranks, and `close` waits.
+
+        Raises CheckpointError on all ranks; the pipe and earlier checkpoints are then as before.
+        """
+        require_folder(folder, keep)
+        with self.session.call("save") as session:
+            request = Request(Path(folder), extra, keep, wait)
+            return self._saver.save(session, self._around(optimizer, scheduler), request)
+
+    def load(
+        self,
+        folder: str | os.PathLike[str],
+        optimizer: torch.optim.Optimizer | None = None,
+        scheduler: HasState | None = None,
+    ) -> Any:
+        """Load the newest checkpoint of a folder, or the one whose folder this is, and return its `extra`.  Collective.
+
+        The plan may be another than when it was saved: stages, replicas, ranks, slices, ZeRO, precision.  Each rank
+        reads what it keeps.  Weights, buffers, masters, `steps`, the loss scale, and the state of the optimizer and the
+        scheduler become those of the checkpoint; gradients become None.  Everything is read and compared with its hash
+        on all ranks first: after a CheckpointError nothing has changed.
+        """
+        require_folder(folder, None)
+        with self.session.call("load") as session:
+            document, extra = self._saver.load(session, folder, self._around(optimizer, scheduler))
+        self._steps = document.step
+        if document.scaler is not None:
+            self._scaler.load_state_dict(document.scaler)
+        return extra
+
+    def _around(self, optimizer: torch.optim.Optimizer | None, scheduler: HasState | None) -> Around:
+        scaler = self.scaler.state_dict() if self.scaler is not None else None
+        return Around(self._steps, scaler, optimizer, scheduler, self.companions, self._placeholder)
+
     # -- what it is ----------------------------------------------------------------------------------------------
 
     @property
@@ -269,6 +329,7 @@ class Pipe(PipeState):
             return
         self._at_close, self._session = self._facts, None
         try:
+            self._saver.close(session, healthy=session.calls.healthy)
             if self._superseded:
                 pass  # the newer pipe has the trained values
             elif sync and session.calls.healthy:

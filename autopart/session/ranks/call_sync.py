@@ -15,7 +15,7 @@ from autopart.session.ranks.agreement import raise_first
 
 NAMES = (
     "step", "eval_loss", "predict", "gradients", "clip_grad_norm_", "state_dict", "sync_model", "adopt", "timeline",
-    "close", "compile", "train", "flush",
+    "close", "compile", "train", "flush", "save", "load",
 )  # fmt: skip
 END = "the end of the batches"
 """Stands for the signature of a batch where the batches of a rank have ended."""
@@ -40,7 +40,8 @@ class Given(NamedTuple):
 class Calls:
     """The collective calls of one rank, numbered, and whether one of them has failed.
 
-    left: what a failure leaves behind, for messages.
+    left: what a failure leaves behind, for messages.  pending: returns an error of something that went on beside the
+    calls, None without one; the next call raises it on all ranks, before it does anything.
     """
 
     def __init__(self, world: World) -> None:
@@ -48,6 +49,7 @@ class Calls:
         self._count = 0
         self._failure = ""
         self.left = "Gradients and buffers are as before it"
+        self.pending: Callable[[], BaseException | None] = lambda: None
 
     def enter(
         self,
@@ -75,6 +77,7 @@ class Calls:
         """
         if counts is not None and len(counts) > _ROOM:
             counts = None
+        failure = failure or self.pending()
         self._count += 1
         doing = f"call {self._count}: {name}"
         set_activity(doing)

@@ -1,0 +1,127 @@
+"""`checkpoint.json`: all of a checkpoint that is not a tensor, and the size and hash of every other file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from autopart.files.checkpoints.tensor_files import Written, hashed, plain_name
+from autopart.files.json_text import parse_json
+from autopart.files.reading import malformed, named, problems_of, read_text, unreadable
+from autopart.files.storage import write_whole
+from autopart.ir.errors import CheckpointError
+
+NAME = "checkpoint.json"
+VERSION = 1
+_AGAIN = "use another checkpoint, or copy this one again from where it is whole"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A parameter group of an optimizer.  options: as `values.encoded` writes them, equal on every rank.  names: of
+    its parameters on all ranks, tied ones once."""
+
+    options: dict[str, Any]
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerState:
+    """The state of an optimizer that is not a tensor.
+
+    kind: the name of its class.  values: by parameter and key what is no tensor (`values.encoded`).  tensors: by
+    parameter the keys of its tensors; tensor k of parameter p is stored as "optimizer/k/p".
+    """
+
+    kind: str
+    groups: tuple[Group, ...]
+    values: dict[str, dict[str, Any]] = field(default_factory=dict)
+    tensors: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A checkpoint without its tensors.
+
+    step: training steps taken.  seed: of random numbers by key.  world: ranks that wrote it.  files: every file with
+    tensors, and `config.json` where the model has one.  plan: the plan it was trained under, as in a plan file.
+    scheduler, companions, extra: as `values.encoded` writes them.
+    """
+
+    step: int
+    torch: str
+    autopart: str
+    files: dict[str, Written]
+    version: int = VERSION
+    seed: int = 0
+    world: int = 1
+    precision: str = "fp32"
+    scaler: dict[str, Any] | None = None
+    optimizer: OptimizerState | None = None
+    scheduler: Any = None
+    companions: dict[str, Any] = field(default_factory=dict)
+    extra: Any = None
+    plan: dict[str, Any] | None = None
+
+
+# pydantic validates the dataclasses themselves; those inside inherit these options.
+Document.__pydantic_config__ = {"extra": "forbid", "strict": True, "allow_inf_nan": False}  # type: ignore[attr-defined]
+_ADAPTER = TypeAdapter(Document)
+
+
+def write_document(folder: Path, document: Document) -> None:
+    """Write `checkpoint.json` into a folder.  Raises OSError, and CheckpointError if it is too large to be read."""
+    text = json.dumps(asdict(document), indent=1, allow_nan=False)
+    with named(folder / NAME, CheckpointError, "save less in `extra`"):
+        parse_json(text)
+    write_whole(folder / NAME, text + "\n")
+
+
+def read_document(folder: Path) -> Document:
+    """Read and validate `checkpoint.json` of a checkpoint's folder.  Raises CheckpointError."""
+    with named(folder / NAME, CheckpointError, _AGAIN):
+        text = read_text(folder / NAME)
+        found = parse_json(text)
+        if isinstance(found, dict) and found.get("version") != VERSION:
+            raise unreadable(
+                f"is of version {found.get('version')!r}",
+                why=f"this release of autopart reads version {VERSION}",
+                fix="load it with the release that wrote it",
+            )
+        try:
+            document = _ADAPTER.validate_json(text)
+        except ValidationError as error:
+            raise malformed("is not a checkpoint", problems_of(error)) from error
+        for name, written in document.files.items():
+            if not plain_name(name) or name == NAME or len(written.sha256) != 64:
+                raise unreadable("is not a checkpoint", where=f"files.{name}", why="not the name and hash of a file")
+        if document.step < 0 or document.world < 1:
+            raise unreadable("is not a checkpoint", where="step, world", why="a number is negative")
+        return document
+
+
+def check_file(folder: Path, name: str, written: Written) -> None:
+    """Raise CheckpointError if a file is missing, or is not byte by byte as it was written.  Reads the whole file."""
+    path = folder / name
+    try:
+        size = path.stat().st_size
+        if size == written.size_bytes and hashed(path) == written:
+            return
+    except OSError as error:
+        missing = isinstance(error, FileNotFoundError)
+        raise CheckpointError(
+            f"{name} {'is missing' if missing else 'cannot be read'}",
+            where=str(path),
+            why="" if missing else str(error),
+            fix=_AGAIN,
+        ) from error
+    why = (
+        f"it has {size} bytes, and had {written.size_bytes}"
+        if size != written.size_bytes
+        else "its SHA-256 is another than when it was written"
+    )
+    raise CheckpointError(f"{name} was changed since it was written", where=str(path), why=why, fix=_AGAIN)

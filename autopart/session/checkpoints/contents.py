@@ -1,0 +1,94 @@
+"""What one rank writes into a checkpoint, and how its tensors are called there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from autopart.ir.errors import CheckpointError
+from autopart.session.checkpoints.optimizers import OptimizerPart, part_of
+from autopart.session.checkpoints.shares import writers
+from autopart.session.session import Session
+from autopart.session.state.companions import Companion
+
+MASTER, OPTIMIZER, COMPANION = "master", "optimizer", "companion"
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """The tensors that a rank writes.
+
+    weights: of the model, by original name, tied ones once.  more: "master/NAME", "optimizer/KEY/NAME" and
+    "companion/COMPANION/NAME".  optimizer: what the optimizer of this rank holds, None without one.
+    """
+
+    weights: dict[str, torch.Tensor]
+    more: dict[str, torch.Tensor]
+    optimizer: OptimizerPart | None
+
+    def copied(self) -> Contents:
+        """Return the same with copies in host memory, which training does not change."""
+        weights, more = (
+            {n: t.detach().to("cpu", copy=True) for n, t in of.items()} for of in (self.weights, self.more)
+        )
+        return Contents(weights, more, self.optimizer)
+
+
+def contents_of(
+    session: Session,
+    optimizer: torch.optim.Optimizer | None,
+    companions: Mapping[str, Companion],
+    placeholder: nn.Parameter,
+) -> Contents:
+    """Return what this rank writes; the tensors are the live ones.  Local.
+
+    placeholder: the parameter of a rank that has none.  Raises CheckpointError for what cannot be saved."""
+    session.tensors.masters.write()
+    rank, held = session.world.rank, session.tensors.held
+    own = own_state(session)
+    sizes = {name: tensor.nbytes for name, tensor in own.items()}
+    updated = frozenset(buffer for buffer, _ in session.graph.updates)
+    writer = writers(sizes, session.context.placement, updated, session.world.size)
+    mine = [name for name in own if writer[name] == rank]
+    weights = {name: held.get(name, own[name]) for name in mine}
+    more: dict[str, torch.Tensor] = {
+        f"{MASTER}/{name}": t for name, t in session.tensors.masters.by_name.items() if writer.get(name) == rank
+    }
+    part = part_of(optimizer, driven_names(session, placeholder)) if optimizer is not None else None
+    if part is not None:
+        more |= {f"{OPTIMIZER}/{key}/{name}": t for (name, key), t in part.tensors.items() if writer[name] == rank}
+    for title, companion in companions.items():
+        more |= {
+            f"{COMPANION}/{title}/{name}": t for name, t in companion.tensors().items() if writer.get(name) == rank
+        }
+    for name, tensor in {**weights, **more}.items():
+        if tensor.layout != torch.strided or tensor.is_meta:
+            raise CheckpointError(
+                f"{name} cannot be saved",
+                why="it is on the meta device" if tensor.is_meta else f"it is of layout {tensor.layout}",
+                fix="make it a dense tensor with values",
+            )
+    return Contents(weights, more, part)
+
+
+def own_state(session: Session) -> dict[str, torch.Tensor]:
+    """Return the parameters and persistent buffers of this rank's model, tied ones once under the first name that the
+    plan uses.  What other ranks train has old values here."""
+    captures, tied = session.captures, session.tied
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in captures.trained.state_dict().items():
+        if captures.is_own(name, tensor):
+            found.setdefault(tied.get(name, name), tensor)
+    return found
+
+
+def driven_names(session: Session, placeholder: nn.Parameter) -> dict[int, str]:
+    """Return the names of the parameters that an optimizer of this rank updates, by identity; "" for the placeholder
+    of a rank without parameters."""
+    names = {id(t): name for name, t in session.tensors.driven.items() if isinstance(t, nn.Parameter)}
+    for name, parameter in session.captures.trained.named_parameters():
+        names.setdefault(id(parameter), name)  # one that no stage uses
+    return names | {id(placeholder): ""}

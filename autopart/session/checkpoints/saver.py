@@ -1,0 +1,318 @@
+"""The checkpoints of one pipe: collective save and load, and a save that goes on in the background."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import nn
+
+from autopart.files.checkpoints.document import Document, read_document
+from autopart.files.checkpoints.folders import Root, checkpoint_at
+from autopart.files.checkpoints.values import decoded, encoded
+from autopart.ir.errors import CheckpointError, UsageError
+from autopart.session.checkpoints.contents import Contents, contents_of, driven_names, own_state
+from autopart.session.checkpoints.loading import Staged, Wanted, adopt_optimizer, opened, staged, value_for
+from autopart.session.checkpoints.optimizers import OptimizerPart, joined
+from autopart.session.checkpoints.saving import Background, Draft, config_text, publish, wait_for_parts, write_part
+from autopart.session.ranks.agreement import from_rank, together
+from autopart.session.session import Session
+from autopart.session.state.companions import Companion
+
+T = TypeVar("T")
+_SAVING = "saving a checkpoint"
+
+
+class HasState(Protocol):
+    """A learning rate scheduler, or another object with torch's two methods."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return its state."""
+
+    def load_state_dict(self, state: Any) -> Any:
+        """Take over a state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """What is saved beside the tensors of the model, on this rank.
+
+    step: training steps taken.  scaler: state of the loss scaler, None without one.  placeholder: the parameter of a
+    rank without any."""
+
+    step: int
+    scaler: dict[str, Any] | None
+    optimizer: torch.optim.Optimizer | None
+    scheduler: HasState | None
+    companions: Mapping[str, Companion]
+    placeholder: nn.Parameter
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Where and how to save (`Pipe.save`).  extra: of the user.  keep: how many checkpoints stay, None for all."""
+
+    folder: Path
+    extra: Any = None
+    keep: int | None = None
+    wait: bool = True
+
+
+@dataclass
+class Saver:
+    """Saves and loads the checkpoints of a pipe.  Each rank has one."""
+
+    root: Root | None = None
+    background: Background | None = None
+
+    def save(self, session: Session, around: Around, request: Request) -> Path:
+        """Write a checkpoint; returns its folder, which exists once it is whole.  Collective; see `Pipe.save`."""
+        world = session.world
+        self.settle(session)
+        with together(world, _SAVING):
+            contents = contents_of(session, around.optimizer, around.companions, around.placeholder)
+            mine = _Told.of(contents.optimizer, around, request.extra)
+        document = _document(session, world.gather_objects(mine), around.step)
+        folder = from_rank(world, 0, _SAVING, partial(self._begin, request.folder, around.step))
+        draft = Draft(folder, document, world.rank)
+        publishing = partial(self._publish, draft, request, session.captures.model)
+        with _Erasing(draft), together(world, _SAVING):
+            if request.wait:
+                _written(partial(write_part, draft, contents), draft)
+            else:
+                contents = contents.copied()
+        if not request.wait:
+            self.background = Background(partial(self._in_background, draft, contents, publishing))
+            return draft.folder.with_suffix("")
+        with _Erasing(draft):
+            return from_rank(world, 0, _SAVING, publishing)
+
+    def _begin(self, folder: Path, step: int) -> Path:
+        """Lock the folder and make the one of this checkpoint.  On rank 0."""
+        if self.root is not None and self.root.folder != folder:
+            self.root.close()
+            self.root = None
+        try:
+            if self.root is None:
+                self.root = Root(folder)
+            return self.root.draft(step)
+        except OSError as error:
+            raise _unwritable(folder, error) from error
+
+    def _publish(self, draft: Draft, request: Request, model: nn.Module) -> Path:
+        root = self.root
+        assert root is not None
+        return _written(lambda: publish(draft, root, request.keep, config_text(model)), draft)
+
+    def _in_background(
+        self, draft: Draft, contents: Contents, publishing: Callable[[], Path], give_up: threading.Event
+    ) -> None:
+        with _Erasing(draft):
+            _written(partial(write_part, draft, contents), draft)
+            if draft.rank == 0 and wait_for_parts(draft, give_up):
+                publishing()
+            elif draft.rank == 0:
+                shutil.rmtree(draft.folder, ignore_errors=True)
+
+    def failure(self) -> BaseException | None:
+        """Return, once, what failed in the background; the call that is made next raises it on all ranks."""
+        running = self.background
+        if running is None or running.failure is None or running.told:
+            return None
+        running.told = True
+        return running.failure
+
+    def settle(self, session: Session) -> None:
+        """Wait until a save in the background has ended on all ranks.  Collective; raises what failed there."""
+        if session.world.gather_numbers([float(self.background is not None)])[0][0] == 0.0:
+            return
+        mine = self.background
+        assert mine is not None
+        if session.world.rank != 0:
+            mine.wait()
+        failed = any(row[0] for row in session.world.gather_numbers([float(mine.failure is not None)]))
+        if session.world.rank == 0:
+            mine.wait(give_up=failed)
+        untold = self.failure()
+        self.background = None
+        with together(session.world, _SAVING):
+            if untold is not None:
+                raise untold
+
+    def close(self, session: Session, *, healthy: bool) -> None:
+        """Wait for a save in the background, and let other runs use the folder.  Collective if `healthy`."""
+        try:
+            if healthy:
+                self.settle(session)
+            elif self.background is not None:
+                self.background.wait(give_up=True)
+        finally:
+            if self.root is not None:
+                self.root.close()
+                self.root = None
+
+    def load(self, session: Session, folder: str | os.PathLike[str], around: Around) -> tuple[Document, Any]:
+        """Load a checkpoint; returns its document and what was saved as `extra`.  Collective; see `Pipe.load`."""
+        world = session.world
+        self.settle(session)
+
+        def read() -> tuple[Path, Document]:
+            path = checkpoint_at(folder)
+            return path, read_document(path)
+
+        path, document = from_rank(world, 0, "loading a checkpoint", read)
+        names = driven_names(session, around.placeholder)
+        own = own_state(session)
+        held, owners = session.tensors.held, session.context.placement.owners
+        like = {name: tensor for name, tensor in own.items() if name in held or name not in owners}
+        with together(world, "loading a checkpoint"):
+            session.tensors.masters.write()
+            wanted = Wanted(like, frozenset(own), names)
+            found = staged(opened(path, document), wanted, around.optimizer, around.companions)
+            states = {title: decoded(document.companions.get(title), title) for title in around.companions}
+            scheduler = decoded(document.scheduler, "the state of the scheduler")
+            if around.scheduler is not None and scheduler is None:
+                raise CheckpointError("the checkpoint holds no state of a scheduler", fix="load without scheduler=")
+            absent = sorted(title for title in around.companions if title not in document.companions)
+            if absent:
+                raise CheckpointError(f"the checkpoint holds no state of {absent[0]}", fix="register it after the load")
+            extra = decoded(document.extra, "extra")
+        if around.optimizer is not None:
+            _check_driven(session, document, around.optimizer, names)
+        _adopt(session, like, found)
+        if around.optimizer is not None and document.optimizer is not None:
+            adopt_optimizer(around.optimizer, names, document.optimizer, found)
+        if around.scheduler is not None:
+            around.scheduler.load_state_dict(scheduler)
+        for title, companion in around.companions.items():
+            companion.load(states[title], found.companions.get(title, {}))
+        return document, extra
+
+
+class _Erasing:
+    """Deletes the folder of a checkpoint whose writing fails, on rank 0, and lets the error pass."""
+
+    def __init__(self, draft: Draft) -> None:
+        self._draft = draft
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        if kind is not None and self._draft.rank == 0:
+            shutil.rmtree(self._draft.folder, ignore_errors=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What each rank tells the others before a checkpoint is written; everything but `optimizer` has to be alike."""
+
+    optimizer: OptimizerPart | None
+    alike: dict[str, Any]
+
+    @classmethod
+    def of(cls, part: OptimizerPart | None, around: Around, extra: Any) -> _Told:
+        state = None if around.scheduler is None else dict(around.scheduler.state_dict())
+        alike = {
+            "scaler": around.scaler,
+            "scheduler": encoded(state, "the state of the scheduler"),
+            "companions": {title: encoded(each.state(), title) for title, each in around.companions.items()},
+            "extra": encoded(extra, "extra"),
+        }
+        light = part and replace(part, tensors=dict.fromkeys(part.tensors))  # type: ignore[arg-type]
+        return cls(light, alike)
+
+
+def _document(session: Session, told: list[_Told], step: int) -> Document:
+    """Return the document of a checkpoint, without its files; raises on all ranks alike if the ranks differ."""
+    try:
+        for rank, each in enumerate(told):
+            differing = [key for key, value in told[0].alike.items() if each.alike[key] != value]
+            if differing and differing[0] != "extra":
+                raise CheckpointError(
+                    f"the {differing[0]} of ranks 0 and {rank} differ", fix="make and step it alike on every rank"
+                )
+        optimizer = joined([each.optimizer for each in told])
+    except CheckpointError as error:
+        raise session.world.known(error) from None
+    return Document(
+        step,
+        torch.__version__,
+        str(sys.modules["autopart"].__version__),
+        {},
+        seed=session.options.seed,
+        world=session.world.size,
+        precision=session.plan.provenance.precision,
+        optimizer=optimizer,
+        plan=json.loads(json.dumps(asdict(session.plan))),
+        **told[0].alike,
+    )
+
+
+def _written(work: Callable[[], T], draft: Draft) -> T:
+    """Run a part of the writing; errors of the system become CheckpointError."""
+    try:
+        return work()
+    except OSError as error:
+        raise _unwritable(draft.folder, error) from error
+
+
+def _unwritable(folder: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        "the checkpoint cannot be written",
+        where=str(folder),
+        why=str(error),
+        fix="free space or pass another folder; the last complete checkpoint is unharmed, and training can go on",
+    )
+
+
+def _check_driven(
+    session: Session, document: Document, optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+) -> None:
+    """Raise on all ranks if state was saved for a parameter that is trained now and that no rank's optimizer has."""
+    mine = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+    driven = set[str]().union(*session.world.gather_objects(mine))
+    trained = {param.name for param in session.graph.params if param.trainable}
+    saved = document.optimizer
+    lost = sorted((set(saved.tensors) if saved else set()) & trained - driven)
+    if lost:
+        error = CheckpointError(
+            f"the checkpoint has optimizer state of {lost[0]}, and no rank's optimizer updates it",
+            why=f"{len(lost)} parameters would go on without their state",
+            fix="make each rank's optimizer from all of pipe.parameters()",
+        )
+        raise session.world.known(error)
+
+
+def _adopt(session: Session, like: Mapping[str, torch.Tensor], found: Staged) -> None:
+    """Write what was read into the model and into what this rank holds; gradients go.  Local."""
+    held, masters = session.tensors.held, session.tensors.masters
+    with torch.no_grad():
+        for name, tensor in like.items():
+            target = held.get(name, tensor)
+            value = value_for(target, name, found)
+            target.copy_(value)
+            if tensor is not target and tensor.device.type != "meta":
+                tensor.copy_(value)
+            if name in masters.by_name:
+                masters.by_name[name].copy_(found.masters.get(name, found.weights[name]))
+    masters.write()
+    for tensor in session.tensors.driven.values():
+        tensor.grad = None
+
+
+def require_folder(folder: Any, keep: int | None) -> None:
+    """Raise UsageError for arguments of `Pipe.save` that cannot work."""
+    if not isinstance(folder, str | os.PathLike):
+        raise UsageError(f"the folder is a {type(folder).__name__}", fix='pass a path, such as "runs/a"')
+    if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
+        raise UsageError(f"keep is {keep!r}", fix="pass how many checkpoints stay, 1 or more, or None for all")

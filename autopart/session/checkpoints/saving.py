@@ -1,0 +1,136 @@
+"""Write a checkpoint from all ranks at once: each writes its files, and rank 0 publishes the folder when all are there.
+
+While the others write in the background, they tell rank 0 by files that they are done, since the connections between
+ranks belong to training.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from autopart.files.checkpoints.document import Document, write_document
+from autopart.files.checkpoints.folders import Root
+from autopart.files.checkpoints.tensor_files import INDEX, Written, hashed, write_tensors
+from autopart.files.storage import write_whole
+from autopart.ir.errors import CheckpointError
+from autopart.session.checkpoints.contents import Contents
+
+_POLL_S = 0.02
+_AT_EXIT_S = 30.0
+"""Time that a save gets when the script of rank 0 has ended without `close`."""
+_FILES = TypeAdapter(dict[str, Written])
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A checkpoint that is being written.  folder: the same on every rank.  document: without its files."""
+
+    folder: Path
+    document: Document
+    rank: int
+
+
+def write_part(draft: Draft, contents: Contents) -> None:
+    """Write the files of this rank, and last the one that says that they are whole.  Raises OSError."""
+    number = f"{draft.rank + 1:05d}-of-{draft.document.world:05d}"
+    written = {}
+    for kind, tensors in (("model", contents.weights), ("state", contents.more)):
+        if tensors:
+            name = f"{kind}-{number}.safetensors"
+            written[name] = write_tensors(draft.folder / name, tensors)
+    record = {"files": {n: asdict(w) for n, w in written.items()}, "weights": list(contents.weights)}
+    write_whole(_record(draft.folder, draft.rank), json.dumps(record))
+
+
+def _record(folder: Path, rank: int) -> Path:
+    return folder / f"done-{rank:05d}.json"
+
+
+def publish(draft: Draft, root: Root, keep: int | None, config: str | None) -> Path:
+    """Join the parts of all ranks, and make the checkpoint the latest; returns its folder.  On rank 0.
+
+    config: text of the model's `config.json`, if it has one.  Raises OSError and CheckpointError."""
+    files: dict[str, Written] = {}
+    index: dict[str, str] = {}
+    for rank in range(draft.document.world):
+        path = _record(draft.folder, rank)
+        try:
+            record = json.loads(path.read_text())
+            files |= _FILES.validate_python(record["files"])
+        except (ValueError, KeyError, TypeError, ValidationError) as error:
+            raise CheckpointError("the part of a rank was changed while it was written", where=str(path)) from error
+        own = next((name for name in record["files"] if name.startswith("model-")), "")
+        index |= dict.fromkeys(record["weights"], own)
+    sizes = sum(written.size_bytes for name, written in files.items() if name.startswith("model-"))
+    texts = {
+        INDEX: json.dumps({"metadata": {"total_size": sizes}, "weight_map": dict(sorted(index.items()))}, indent=1)
+    }
+    if config is not None:
+        texts["config.json"] = config
+    for name, text in texts.items():
+        write_whole(draft.folder / name, text)
+        files[name] = hashed(draft.folder / name)
+    write_document(draft.folder, replace(draft.document, files=files))
+    for rank in range(draft.document.world):
+        _record(draft.folder, rank).unlink()
+    return root.publish(draft.folder, keep)
+
+
+class Background:
+    """One save that goes on while training does.
+
+    failure: what failed, None so far.  told: whether it was raised; a later call on all ranks does (`Saver.failure`).
+    """
+
+    def __init__(self, work: Callable[[threading.Event], None]) -> None:
+        """Start the work.  It is given an event that tells it to give up."""
+        self.failure: BaseException | None = None
+        self.told = False
+        self._give_up = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(work,), name="autopart-checkpoint")
+        self._thread.start()
+
+    def _run(self, work: Callable[[threading.Event], None]) -> None:
+        try:
+            work(self._give_up)
+        except BaseException as error:
+            self.failure = error
+
+    def wait(self, *, give_up: bool = False) -> None:
+        """Wait until it has ended.  give_up: because another rank has failed, so that its part never comes."""
+        if give_up:
+            self._give_up.set()
+        self._thread.join()
+
+
+def wait_for_parts(draft: Draft, give_up: threading.Event) -> bool:
+    """Wait until every rank's part is whole; returns False if it was told to give up.  On rank 0."""
+    missing = set(range(draft.document.world))
+    deadline: float | None = None
+    while missing := {rank for rank in missing if not _record(draft.folder, rank).exists()}:
+        if not threading.main_thread().is_alive():  # the script has ended without close(); so may have another rank
+            deadline = deadline or time.monotonic() + _AT_EXIT_S
+        if give_up.is_set() or (deadline is not None and time.monotonic() > deadline):
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
+def config_text(model: Any) -> str | None:
+    """Return the `config.json` of a transformers model, with which `from_pretrained` builds it again; else None."""
+    config = getattr(model, "config", None)
+    made = getattr(config, "to_json_string", None)
+    if not callable(made):
+        return None
+    text = json.loads(made())
+    if not isinstance(text, Mapping):
+        return None
+    return json.dumps({**text, "architectures": text.get("architectures") or [type(model).__name__]}, indent=2)

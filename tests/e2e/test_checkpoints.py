@@ -1,0 +1,32 @@
+"""A run that is saved and loaded goes on as if it had not been interrupted, also under another plan."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from support.jobs import checkpoint_jobs as jobs
+
+TWO_STAGES = {"stages": 2, "micro_batches": 2}
+REPLICAS = {"stages": 1, "replicas": 2, "micro_batches": 2, "zero": 1, "sync_batchnorm": True}
+
+
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("options", [TWO_STAGES, REPLICAS, {**TWO_STAGES, "precision": "fp16"}], ids=str)
+def test_a_resumed_run_equals_one_without_interruption_bit_by_bit(pair, tmp_path, options, wait):
+    results = pair.run(partial(jobs.saved_and_resumed, wait=wait), str(tmp_path), "adamw", dict(options), dict(options))
+    for losses, again, state, resumed, extra in results:
+        assert again == losses
+        assert state.keys() == resumed.keys()
+        assert all(torch.equal(state[name], resumed[name]) for name in state)
+        assert extra == {"note": "third", "best": float("inf")}
+
+
+@pytest.mark.parametrize("kind", list(jobs.OPTIMIZERS))
+def test_a_run_goes_on_under_another_plan_with_the_state_of_every_parameter(pair, tmp_path, kind):
+    for losses, again, state, resumed, _ in pair.run(
+        jobs.saved_and_resumed, str(tmp_path), kind, dict(TWO_STAGES), dict(REPLICAS)
+    ):
+        torch.testing.assert_close(torch.tensor(again), torch.tensor(losses), rtol=1e-4, atol=1e-5)
+        assert resumed.keys() & {f"exp_avg/{n}" for n in state} or kind not in ("adam", "adamw")

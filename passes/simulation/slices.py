@@ -9,6 +9,9 @@ A slice of l tokens behind c others, out of L, takes:
                                                                              adding its gradients to those of earlier
                                                                              slices
 
+A GPU reads weights while it computes: there a slice takes the larger of its share and of the passes over its weights,
+as the roofline of whole sequences does.  A CPU takes both, one after the other.
+
 So slices of attention take less in sum than the whole sequence, which computes what its mask hides too, and everything
 else takes more.  Shares are those of the costs at the captured size; the total of a stage comes from its estimate.
 
@@ -19,6 +22,7 @@ attention that skips masked scores (flash kernels) gains less from slices.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -37,6 +41,8 @@ _FIXED, _EACH, _BEHIND, _ONCE, _ADDED = range(5)
 READ, WRITTEN, ADDED = 1, 1, 3
 """Passes over the bytes of weights for each slice: its forward and its backward read them, its backward writes
 gradients, and adding these to the sum so far reads both and writes the sum."""
+SUMMED = 2
+"""Passes over a gradient that the product itself adds to the sum so far: it reads and writes the sum."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,7 @@ class SliceShares:
 
     tokens: of a sequence.  costs: of the captured ops.  behind: ops that look back.  once: ops that depend on inputs
     alone.  launch_ns: of one op.  weight_ns, trained_ns: one pass over the weights that an op reads, and over those of
-    them that are trained.
+    them that are trained.  hides: whether the passes over weights hide behind computing (roofline).
     """
 
     tokens: int
@@ -55,13 +61,14 @@ class SliceShares:
     launch_ns: int
     weight_ns: Mapping[str, float] = field(default_factory=dict)
     trained_ns: Mapping[str, float] = field(default_factory=dict)
+    hides: bool = False
 
     def stage_ns(
         self, ops: Collection[str], total_ns: int, lengths: npt.ArrayLike, contexts: npt.ArrayLike, *, backward: bool
     ) -> Floats:
         """Return the nanoseconds of slices of a stage of these ops, which takes total_ns for whole sequences.
 
-        contexts: tokens before each slice.  O(ops + slices).
+        contexts: tokens before each slice.  O(ops + slices * kinds of ops).
         """
         sums = self._sums(ops, backward=backward)
         fixed = min(sums[_FIXED], float(total_ns))
@@ -70,7 +77,21 @@ class SliceShares:
         length, context = np.asarray(lengths, dtype=np.float64), np.asarray(contexts, dtype=np.float64)
         whole = float(self.tokens)
         share = sums[_EACH] * length / whole + sums[_BEHIND] * length * (context + length) / whole**2
+        for (taken, least), count in self._hidden(ops, backward=backward).items():
+            share = share + count * np.maximum(0.0, least - taken * length / whole)
         return np.asarray(fixed + sums[_ADDED] + scale * (share + sums[_ONCE] * (context == 0)))
+
+    def _hidden(self, ops: Collection[str], *, backward: bool) -> Counter[tuple[float, float]]:
+        """Return how many ops there are of each time beyond the launch, and of passes over weights that hide in it."""
+        found: Counter[tuple[float, float]] = Counter()
+        for name in ops if self.hides else ():
+            cost, weight = self.costs.get(name), self.weight_ns.get(name, 0.0)
+            taken = 0 if cost is None else cost.bwd_ns if backward else cost.fwd_ns
+            if taken and weight and name not in self.once and name not in self.behind:
+                passes = READ * weight + (SUMMED * self.trained_ns.get(name, 0.0) if backward else 0.0)
+                taken = max(0, taken - self.launch_ns)
+                found[float(taken), min(float(taken), passes)] += 1
+        return found
 
     def least_ns(
         self, blocks: Sequence[Collection[str]], totals: npt.ArrayLike, lengths: Sequence[int], *, backward: bool
@@ -114,8 +135,8 @@ class SliceShares:
             if name in self.once:
                 sums[_ONCE] += taken
                 continue
-            fixed = self.launch_ns + READ * self.weight_ns.get(name, 0.0)
-            if backward:
+            fixed = self.launch_ns if self.hides else self.launch_ns + READ * self.weight_ns.get(name, 0.0)
+            if backward and not self.hides:
                 fixed += WRITTEN * self.trained_ns.get(name, 0.0)
                 sums[_ADDED] += ADDED * self.trained_ns.get(name, 0.0)
             fixed = min(float(taken), fixed)
@@ -138,7 +159,8 @@ def slice_shares(graph: Graph, tokens: int, behind: Iterable[str], once: Iterabl
 
     costs, launch_ns = {op.name: op.cost for op in graph.ops}, LAUNCH_NS[device.kind]
     times = passing_ns(False), passing_ns(True)
-    return SliceShares(tokens, costs, frozenset(behind), frozenset(once), launch_ns, *times)
+    hides = device.kind == "cuda"
+    return SliceShares(tokens, costs, frozenset(behind), frozenset(once), launch_ns, *times, hides=hides)
 
 
 def contexts_of(lengths: Sequence[int]) -> Ints:

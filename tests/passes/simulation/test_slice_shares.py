@@ -43,3 +43,12 @@ def test_a_cut_more_never_makes_what_does_not_look_back_cheaper(lengths: list[in
     lengths = [*lengths, TOKENS - sum(lengths)] if sum(lengths) < TOKENS else [TOKENS]
     own = shares(launch_ns=50, weight_ns=700, trained_ns=700)
     assert sum(stage_ns(own, lengths, ("linear",), back)) >= sum(stage_ns(own, [TOKENS], ("linear",), back)) - 1e-6
+
+
+def test_a_gpu_reads_weights_while_it_computes():
+    costs = {"product": Cost(800, 1600), "narrow": Cost(100, 200)}
+    known = SliceShares(TOKENS, costs, (), (), 0, {"product": 100.0, "narrow": 90.0}, {"product": 100.0}, hides=True)
+    both = known.stage_ns(costs, 900, [100, 10], [0, 90], backward=False)
+    np.testing.assert_allclose(both, [900, 100 + 90])  # at a tenth both wait for their weights
+    # The product reads its weights, and reads and writes the sum of gradients: 300, where its share is 160.
+    np.testing.assert_allclose(known.stage_ns(["product"], 1600, [10], [0], backward=True), [300])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from torch.utils import _pytree as pytree
 _HOST = torch.device("cpu")
 _EXACT = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 """Types whose arithmetic is the same on every device."""
+_HUGE = 1 << 40
+"""Larger numbers are not sizes: `x[a:]` has the end 2**63 - 1."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,23 @@ class Question:
     def constants(self) -> tuple[torch.Tensor, ...]:
         """The tensors that it reads and that are neither inputs nor results."""
         return tuple(step.args[0] for step in self.steps if step.call is torch.clone and torch.is_tensor(step.args[0]))
+
+    def at_rows(self, rows: int, others: int) -> Question:
+        """Return the question at another number of rows, where every whole number on the way is either `rows` or no
+        multiple of it; else itself."""
+        numbers = [leaf for step in self.steps for leaf in pytree.tree_leaves((step.args, dict(step.kwargs)))]
+        sizes = {abs(leaf) for leaf in numbers if isinstance(leaf, int) and not isinstance(leaf, bool)}
+        if any(size and size != rows and size % rows == 0 and size < _HUGE for size in sizes):
+            return self
+
+        def changed(leaf: Any) -> Any:
+            return others if type(leaf) is int and leaf == rows else leaf
+
+        steps = [
+            replace(step, args=pytree.tree_map(changed, step.args), kwargs=pytree.tree_map(changed, dict(step.kwargs)))
+            for step in self.steps
+        ]
+        return replace(self, steps=tuple(steps))
 
     @property
     def form(self) -> str:

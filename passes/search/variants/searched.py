@@ -8,6 +8,7 @@ step where that is long; the best ones get an order of the whole step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from typing import NamedTuple
 from autopart.ir.decision import Decision, Stage
 from autopart.ir.plan import Estimate
 from autopart.ir.program import Edge
+from autopart.passes.ordering.bound import bound_ns
 from autopart.passes.ordering.lists import RULES, listed
 from autopart.passes.ordering.pipeline import Pipeline
 from autopart.passes.ordering.replay import replay
@@ -47,25 +49,30 @@ class Way(NamedTuple):
     room_bytes: tuple[int, ...]
 
 
-def with_orders(space: SearchSpace, plan: Candidate, zero: int, effort: int, *, most: int = 1) -> list[Candidate]:
+def with_orders(
+    space: SearchSpace, plan: Candidate, zero: int, effort: int, *, most: int = 1, below_ns: float = math.inf
+) -> list[Candidate]:
     """Return the plan with orders for the `most` most promising ways to run it.
 
     zero: whether replicas share the optimizer state.  effort: computes that may be replayed for each to improve it.
+    below_ns: ways of which no order takes less are left out.
     """
     decision = staged(space, plan, zero)
     links = edges(decision, space.chain.blocks)
     shared = tied(decision, space.chain.blocks) if space.may_be_tied else ()
     ranks = [stage.ranks for stage in decision.stages]
     found = []
-    for way in sorted(ways_of(space, decision, links, shared), key=lambda way: way.step_ns)[:most]:
+    for way in sorted(ways_of(space, decision, links, shared, below_ns), key=lambda way: way.step_ns)[:most]:
         shape = replace(Shape.of(way.decision), order=())
         order = search_order(shape, links, shared, ranks, way.work, room_bytes=way.room_bytes, effort=effort).order
         found.append(replace(plan, order=order))
     return found
 
 
-def ways_of(space: SearchSpace, decision: Decision, links: tuple[Edge, ...], shared: Tied) -> Iterator[Way]:
-    """Yield the ways to run a decision for which an order was found."""
+def ways_of(
+    space: SearchSpace, decision: Decision, links: tuple[Edge, ...], shared: Tied, below_ns: float = math.inf
+) -> Iterator[Way]:
+    """Yield the ways to run a decision for which an order was found, and some order may take less than `below_ns`."""
     shape = replace(Shape.of(decision), order=())
     positions, micros = len(shape.workers), shape.micros
     short = min(micros, FILLED * positions)
@@ -83,7 +90,10 @@ def ways_of(space: SearchSpace, decision: Decision, links: tuple[Edge, ...], sha
             late = int(first * shape.stages)
             weight_ns = tuple([ns if s >= late else 0 for s, ns in enumerate(work.weight_ns)])
             own = replace(work, weight_ns=weight_ns)
-            pipeline = replace(Pipeline.of(shape, links, own, rooms), micros=short)
+            whole = Pipeline.of(shape, links, own, rooms)
+            if bound_ns(whole) >= below_ns:
+                continue
+            pipeline = replace(whole, micros=short)
             orders = listed(pipeline, RULES[0])
             played = replay(pipeline, orders) if orders is not None else None
             if played is not None:

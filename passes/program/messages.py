@@ -21,12 +21,18 @@ HOST: _Comm = ("host",)
 
 def check_messages(program: Program) -> Program:
     """Return the program with its posting order, if its messages and collectives pass under NCCL from the first
-    communicator on; else raise ProgramError.
+    communicator on (`prove_messages`); else raise ProgramError.  O(order * ranks of a stage)."""
+    prove_messages(program)
+    return with_posting(program)
+
+
+def prove_messages(program: Program) -> None:
+    """Raise ProgramError if messages or collectives of a program can hang under NCCL.
 
     The queues checked are those that the runtime issues: the bring-up of every pair and group, then each rank's part,
     with messages posted at their places.  Where the replicas of all stages are multiples of one number, that number of
     copies of a smaller program run side by side, row for row, and one of them is checked.
-    O(order * ranks of a stage).
+    O(order * ranks of a stage of one copy).
     """
     queues, members = issued(with_posting(one_copy(program)))
     stuck = play(queues, members)
@@ -36,7 +42,6 @@ def check_messages(program: Program) -> Program:
             where="; ".join(stuck[:4]),
             why="both ends of some message are never at the front of their ranks at the same time",
         )
-    return with_posting(program)
 
 
 def one_copy(program: Program) -> Program:

@@ -19,7 +19,7 @@ from autopart.ir.plan import Decision, Report, Stage, check_decision
 from autopart.ir.program import Program
 from autopart.passes.ordering.bound import bound_ns
 from autopart.passes.ordering.pipeline import Pipeline
-from autopart.passes.program.messages import check_messages
+from autopart.passes.program.messages import prove_messages
 from autopart.passes.program.orders import Shape
 from autopart.passes.program.routing import edges, route
 from autopart.passes.program.schedules import find, streams
@@ -112,7 +112,7 @@ def finalize(
         return min(lacking, key=lambda each: each.over_bytes)
     taken = min(proven, key=lambda each: (each.preference, each.step_ns))
     if estimator.cluster.kind == "cuda":
-        check_messages(taken.program)
+        prove_messages(taken.program)
     return _explained(taken, proven, seen, known_ns, graph, space, estimator)
 
 

@@ -10,6 +10,7 @@ Where the planner may choose, an order has to save enough to be worth it (`Candi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
@@ -90,7 +91,7 @@ def _may_gain(found: Evaluation, fine: SearchSpace) -> bool:
 def _evaluate_named(search: Search, fine: SearchSpace, shapes: list[Evaluation], allowed: list[Way]) -> None:
     effort = EFFORT
     for found in shapes:
-        for way in allowed:
+        for way in _promising(allowed, found, search, fine):
             for candidate in _under(way, found, fine) if way.schedule != SEARCHED else ():
                 effort -= actions_of(candidate)
                 if effort > 0 or not search.fitting:
@@ -101,16 +102,35 @@ def _evaluate_named(search: Search, fine: SearchSpace, shapes: list[Evaluation],
 def _evaluate_searched(search: Search, fine: SearchSpace, shapes: list[Evaluation], allowed: list[Way]) -> None:
     effort, first = SEARCHED_EFFORT, True
     for found in shapes:
-        for way in allowed:
+        for way in _promising(allowed, found, search, fine):
             for candidate in _under(way, found, fine) if way.schedule == SEARCHED else ():
                 computes = 3 * candidate.stages * len(candidate.micro_rows)
                 if computes > effort and not first:
                     continue
                 effort, first = effort - computes, False
                 space = _space_of(candidate, found, fine)
-                for ordered in with_orders(space, candidate, found.decision.zero, MOVES):
+                below = _to_beat(search, fine)
+                for ordered in with_orders(space, candidate, found.decision.zero, MOVES, below_ns=below):
                     search.evaluate(space, ordered)
         search.tell("searched orders")
+
+
+def _to_beat(search: Search, fine: SearchSpace) -> float:
+    """Return the step that another order has to stay below, where the planner may choose; else infinite."""
+    return search.best_ns if search.fitting and fine.request.schedule == "auto" else math.inf
+
+
+def _promising(allowed: list[Way], found: Evaluation, search: Search, fine: SearchSpace) -> Iterator[Way]:
+    """Yield the orders under which a plan may become the fastest so far.
+
+    However it is ordered, the busiest position does all its work, and the last one waits until the first forward has
+    come to it, through stages that are shorter the more of them there are on a rank.  O(ways * stages)."""
+    micros, positions = len(found.candidate.micro_rows), found.stages
+    busiest = micros * max(e.fwd_ns + e.bwd_ns for e in found.estimates)
+    ahead = sum(e.fwd_ns for e in found.estimates[:-1]) / max(1, len(found.candidate.token_slices))
+    for way in allowed:
+        if busiest + ahead / way.per_rank < _to_beat(search, fine) or positions < 2:
+            yield way
 
 
 def _space_of(candidate: Candidate, found: Evaluation, fine: SearchSpace) -> SearchSpace:

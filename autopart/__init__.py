@@ -15,14 +15,24 @@ if TYPE_CHECKING:
     from autopart.api import compile, launch, plan, simulate, verify
     from autopart.capture.guards import CaptureWarning
     from autopart.costs.sources import register_cost_source
+    from autopart.files.checkpoints.folders import latest
     from autopart.files.plans import load_plan, save_plan
     from autopart.ir.cluster import Cluster, Device, Level, Link
-    from autopart.ir.errors import AutopartError, CaptureError, PlanError, RefusedError, RunError, UsageError
+    from autopart.ir.errors import (
+        AutopartError,
+        CaptureError,
+        CheckpointError,
+        PlanError,
+        RefusedError,
+        RunError,
+        UsageError,
+    )
     from autopart.ir.plan import Plan
     from autopart.ir.timeline import Timeline
     from autopart.passes.ops.table import register as register_op
     from autopart.planning.schedule_files import register_schedule, save_schedule
     from autopart.report.traces import save_trace
+    from autopart.session.checkpoints.plain import load_into, save_from
     from autopart.session.compare import Verification
     from autopart.session.pipe import Pipe
     from autopart.session.state.scaler import NonFiniteWarning
@@ -33,6 +43,7 @@ __all__ = [
     "AutopartError",
     "CaptureError",
     "CaptureWarning",
+    "CheckpointError",
     "Cluster",
     "Device",
     "Level",
@@ -47,12 +58,15 @@ __all__ = [
     "UsageError",
     "Verification",
     "compile",
+    "latest",
     "launch",
+    "load_into",
     "load_plan",
     "plan",
     "register_cost_source",
     "register_op",
     "register_schedule",
+    "save_from",
     "save_plan",
     "save_schedule",
     "save_trace",
@@ -64,14 +78,16 @@ _HOMES = {
     "autopart.api": "compile launch plan simulate verify",
     "autopart.capture.guards": "CaptureWarning",
     "autopart.costs.sources": "register_cost_source",
+    "autopart.files.checkpoints.folders": "latest",
     "autopart.files.plans": "load_plan save_plan",
     "autopart.ir.cluster": "Cluster Device Level Link",
-    "autopart.ir.errors": "AutopartError CaptureError PlanError RefusedError RunError UsageError",
+    "autopart.ir.errors": "AutopartError CaptureError CheckpointError PlanError RefusedError RunError UsageError",
     "autopart.ir.plan": "Plan",
     "autopart.ir.timeline": "Timeline",
     "autopart.passes.ops.table": "register_op",
     "autopart.planning.schedule_files": "register_schedule save_schedule",
     "autopart.report.traces": "save_trace",
+    "autopart.session.checkpoints.plain": "load_into save_from",
     "autopart.session.compare": "Verification",
     "autopart.session.pipe": "Pipe",
     "autopart.session.state.scaler": "NonFiniteWarning",

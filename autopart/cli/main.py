@@ -1,4 +1,4 @@
-"""The command line: plan, explain, schedule, diff, verify, cluster, version.
+"""The command line: plan, explain, schedule, diff, verify, checkpoint, cluster, version.
 
 Exit codes: 0 success; 1 a check failed, or something failed while ranks ran; 2 the request cannot be met (a bad
 argument, a model that is refused, a plan that does not fit).  An AutopartError prints its message on stderr, with a
@@ -21,6 +21,7 @@ import typer
 
 from autopart import api
 from autopart.cli import plans
+from autopart.cli.checkpoints import app as checkpoint_app
 from autopart.cli.cluster import app as cluster_app
 from autopart.cli.flags import ClusterName, Json, ModelName, takes_option_flags
 from autopart.cli.model_loader import load_model
@@ -40,6 +41,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(cluster_app)
+app.add_typer(checkpoint_app)
 
 
 def _print_versions(wanted: bool) -> None:

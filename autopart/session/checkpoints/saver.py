@@ -106,7 +106,7 @@ class Saver:
                 self.root = Root(folder)
             return self.root.draft(step)
         except OSError as error:
-            raise _unwritable(folder, error) from error
+            raise unwritable(folder, error) from error
 
     def _publish(self, draft: Draft, request: Request, model: nn.Module) -> Path:
         root = self.root
@@ -247,7 +247,7 @@ def _document(session: Session, told: list[_Told], step: int) -> Document:
     return Document(
         step,
         torch.__version__,
-        str(sys.modules["autopart"].__version__),
+        version(),
         {},
         seed=session.options.seed,
         world=session.world.size,
@@ -263,10 +263,16 @@ def _written(work: Callable[[], T], draft: Draft) -> T:
     try:
         return work()
     except OSError as error:
-        raise _unwritable(draft.folder, error) from error
+        raise unwritable(draft.folder, error) from error
 
 
-def _unwritable(folder: Path, error: OSError) -> CheckpointError:
+def version() -> str:
+    """Return the version of autopart."""
+    return str(sys.modules["autopart"].__version__)
+
+
+def unwritable(folder: Path, error: OSError) -> CheckpointError:
+    """Return the error for a checkpoint that the system did not let be written."""
     return CheckpointError(
         "the checkpoint cannot be written",
         where=str(folder),

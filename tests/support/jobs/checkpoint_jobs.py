@@ -106,3 +106,42 @@ def tree(folder: str) -> list[str]:
     """Return the files under a folder."""
     root = Path(folder)
     return sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
+
+
+def optimizer_state(pipe, optimizer) -> dict[str, torch.Tensor]:
+    """Return the optimizer state of all ranks by "key/parameter"."""
+    mine = {
+        f"{key}/{name}": value.detach().cpu().clone()
+        for name, parameter in pipe.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+    whole = {}
+    for part in pipe.session.world.gather_objects(mine):
+        whole |= part
+    return whole
+
+
+def moved(folder: str, kind: str, before: dict, after: list[dict]):
+    """Train 3 steps under one plan and save; load under each of the others.
+
+    Returns for each of these the names of the weights and of the optimizer state that are not equal to the bit."""
+    with autopart.compile(model(1), sample=batch(0), **before) as pipe:
+        optimizer, scheduler = trainer(pipe, kind)
+        train(pipe, optimizer, scheduler, range(3))
+        pipe.save(folder, optimizer, scheduler)
+        weights, state, lr = dict(pipe.state_dict()), optimizer_state(pipe, optimizer), scheduler.get_last_lr()
+    wrong = []
+    for options in after:
+        with autopart.compile(model(2), sample=batch(0), **options) as pipe:
+            optimizer, scheduler = trainer(pipe, kind)
+            pipe.load(folder, optimizer, scheduler)
+            found = {**pipe.state_dict(), **optimizer_state(pipe, optimizer)}
+            assert [group["lr"] for group in optimizer.param_groups] == lr == scheduler.get_last_lr()
+        expected = {**weights, **state}
+        assert len(state) > 8
+        wrong.append([n for n in expected.keys() | found.keys() if not _same(expected.get(n), found.get(n))])
+    return wrong
+
+
+def _same(a, b) -> bool:
+    return a is not None and b is not None and torch.equal(a, b)

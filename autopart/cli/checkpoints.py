@@ -1,0 +1,114 @@
+"""The commands about folders of checkpoints: show, verify, export."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from autopart.cli.flags import Json
+from autopart.cli.output import print_json, prints_results
+from autopart.files.checkpoints.document import Document, check_file, read_document
+from autopart.files.checkpoints.folders import checkpoint_at
+from autopart.files.checkpoints.tensor_files import TensorFiles, open_tensors, write_tensors
+from autopart.ir.errors import CheckpointError, UsageError
+
+app = typer.Typer(name="checkpoint", help="Look at checkpoints, check them, and export their weights.")
+
+Folder = Annotated[Path, typer.Argument(help="The folder given to pipe.save, or the one of a single checkpoint")]
+
+
+def _facts(path: Path, document: Document) -> dict[str, object]:
+    optimizer = document.optimizer
+    weights = open_tensors(path).by_name
+    return {
+        "folder": str(path),
+        "step": document.step,
+        "ranks": document.world,
+        "precision": document.precision,
+        "seed": document.seed,
+        "torch": document.torch,
+        "autopart": document.autopart,
+        "weights": len(weights),
+        "optimizer": None if optimizer is None else optimizer.kind,
+        "parameter groups": 0 if optimizer is None else len(optimizer.groups),
+        "scheduler": document.scheduler is not None,
+        "files": {name: written.size_bytes for name, written in document.files.items()},
+        "bytes": sum(written.size_bytes for written in document.files.values()),
+        "extra": document.extra,
+    }
+
+
+@app.command()
+def show(folder: Folder, as_json: Json = False) -> None:
+    """Print what a checkpoint holds, without reading its tensors."""
+    if not prints_results():
+        return
+    path = checkpoint_at(folder)
+    facts = _facts(path, read_document(path))
+    if as_json:
+        print_json(facts)
+        return
+    for name, value in facts.items():
+        if isinstance(value, dict) and name == "files":
+            typer.echo("files")
+            for file, size in value.items():
+                typer.echo(f"  {size:>15,d} bytes  {file}")
+        else:
+            typer.echo(f"{name:17s}{value}")
+
+
+@app.command()
+def verify(folder: Folder) -> None:
+    """Compare every file of a checkpoint with its size and SHA-256 when it was written; exit code 1 if one differs."""
+    if not prints_results():
+        return
+    path = checkpoint_at(folder)
+    document = read_document(path)
+
+    def problem(name: str) -> str:
+        try:
+            check_file(path, name, document.files[name])
+        except CheckpointError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(4) as pool:
+        problems = [found for found in pool.map(problem, document.files) if found]
+    if not problems:
+        open_tensors(path)
+        TensorFiles([path / n for n in document.files if n.startswith("state-")])
+    for found in problems:
+        typer.echo(found, err=True)
+    size = sum(written.size_bytes for written in document.files.values())
+    typer.echo(f"{path}: {len(document.files)} files, {size:,d} bytes, {len(problems)} of them changed")
+    if problems:
+        raise typer.Exit(1)
+
+
+@app.command()
+def export(
+    folder: Folder,
+    out: Annotated[Path, typer.Argument(help="The safetensors file to write, such as model.safetensors")],
+) -> None:
+    """Write the weights of a checkpoint into one safetensors file, by their original names."""
+    if not prints_results():
+        return
+    path = checkpoint_at(folder)
+    document = read_document(path)
+    if out.exists():
+        raise UsageError(f"{out} exists", fix="pass the name of a new file")
+    for name in document.files:
+        if name.startswith("model-"):
+            check_file(path, name, document.files[name])
+    weights = open_tensors(path)
+    draft = out.with_name(f".{out.name}.tmp")
+    try:
+        write_tensors(draft, dict(weights.read_all(weights.by_name)))
+        draft.replace(out)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise CheckpointError("the weights cannot be written", where=str(out), why=str(error)) from error
+    typer.echo(f"{len(weights.by_name)} tensors written to {out}")

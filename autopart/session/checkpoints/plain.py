@@ -1,0 +1,101 @@
+"""Checkpoints of a plain model in one process: loaded from those of a pipe, and written for one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopart.capture.guards import tied_names
+from autopart.capture.trained import Trained
+from autopart.files.checkpoints.document import Document, read_document
+from autopart.files.checkpoints.folders import Root, checkpoint_at
+from autopart.files.checkpoints.values import decoded, encoded
+from autopart.ir.errors import UsageError
+from autopart.session.checkpoints.contents import OPTIMIZER, Contents
+from autopart.session.checkpoints.loading import Wanted, adopt_optimizer, opened, staged, value_for
+from autopart.session.checkpoints.optimizers import joined, part_of
+from autopart.session.checkpoints.saver import HasState, require_folder, unwritable, version
+from autopart.session.checkpoints.saving import Draft, config_text, publish, write_part
+
+
+def load_into(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: HasState | None = None,
+) -> Any:
+    """Load a checkpoint into a plain model, its optimizer and its scheduler, in one process; returns `extra`.
+
+    folder: as for `Pipe.load`.  The checkpoint may have been written by a pipe under any plan, or by `save_from`.
+    Everything is read and compared with its hash first: after a CheckpointError nothing has changed.
+    """
+    own, names = _own(model)
+    path = checkpoint_at(folder)
+    document = read_document(path)
+    found = staged(opened(path, document), Wanted(own, frozenset(own), names), optimizer, ())
+    state = decoded(document.scheduler, "the state of the scheduler")
+    extra = decoded(document.extra, "extra")
+    if scheduler is not None and state is None:
+        raise UsageError("the checkpoint holds no state of a scheduler", fix="load without scheduler=")
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(value_for(tensor, name, found))
+    if optimizer is not None and document.optimizer is not None:
+        adopt_optimizer(optimizer, names, document.optimizer, found)
+    if scheduler is not None:
+        scheduler.load_state_dict(state)
+    return extra
+
+
+def save_from(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: HasState | None = None,
+    extra: Any = None,
+    *,
+    step: int = 0,
+    keep: int | None = None,
+) -> Path:
+    """Save a checkpoint of a plain model in one process, which a pipe can load under any plan; returns its folder.
+
+    step: training steps taken, which the pipe goes on counting.  Else as `Pipe.save`.  Raises CheckpointError."""
+    require_folder(folder, keep)
+    own, names = _own(model)
+    part = part_of(optimizer, names) if optimizer is not None else None
+    more = {} if part is None else {f"{OPTIMIZER}/{key}/{name}": tensor for (name, key), tensor in part.tensors.items()}
+    document = Document(
+        step,
+        torch.__version__,
+        version(),
+        {},
+        optimizer=joined([part]),
+        scheduler=None if scheduler is None else encoded(dict(scheduler.state_dict()), "the state of the scheduler"),
+        extra=encoded(extra, "extra"),
+    )
+    try:
+        root = Root(Path(folder))
+        try:
+            draft = Draft(root.draft(step), replace(document, world=1), 0)
+            write_part(draft, Contents(own, more, part))
+            return publish(draft, root, keep, config_text(model))
+        finally:
+            root.close()
+    except OSError as error:
+        raise unwritable(Path(folder), error) from error
+
+
+def _own(model: nn.Module) -> tuple[dict[str, torch.Tensor], Mapping[int, str]]:
+    """Return the parameters and persistent buffers of a model, tied ones once, and the names of its parameters."""
+    trained = Trained(model)
+    tied = tied_names(trained)
+    own: dict[str, torch.Tensor] = {}
+    for name, tensor in trained.state_dict().items():
+        own.setdefault(tied.get(name, name), tensor)
+    return own, {id(parameter): name for name, parameter in trained.named_parameters()}

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from autopart.passes.ops.table import register as register_op
     from autopart.planning.schedule_files import register_schedule, save_schedule
     from autopart.report.traces import save_trace
-    from autopart.session.checkpoints.plain import load_into, save_from
+    from autopart.session.state.checkpoints.plain import load_into, save_from
     from autopart.session.compare import Verification
     from autopart.session.pipe import Pipe
     from autopart.session.state.scaler import NonFiniteWarning
@@ -87,7 +87,7 @@ _HOMES = {
     "autopart.passes.ops.table": "register_op",
     "autopart.planning.schedule_files": "register_schedule save_schedule",
     "autopart.report.traces": "save_trace",
-    "autopart.session.checkpoints.plain": "load_into save_from",
+    "autopart.session.state.checkpoints.plain": "load_into save_from",
     "autopart.session.compare": "Verification",
     "autopart.session.pipe": "Pipe",
     "autopart.session.state.scaler": "NonFiniteWarning",

@@ -51,8 +51,11 @@ class Root:
             ) from error
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-        for left in folder.glob("step-*.tmp"):  # of a run that ended while it was saving: the lock is ours
+        # What a run left that ended while it was saving: the lock is ours.
+        for left in folder.glob("step-*.tmp"):
             shutil.rmtree(left, ignore_errors=True)
+        for draft in folder.glob(f".{LATEST}.*.tmp"):
+            draft.unlink(missing_ok=True)
 
     def draft(self, step: int) -> Path:
         """Make the folder in which a checkpoint is written before it is published.  Raises OSError."""

@@ -20,10 +20,17 @@ from autopart.files.checkpoints.document import Document, read_document
 from autopart.files.checkpoints.folders import Root, checkpoint_at
 from autopart.files.checkpoints.values import decoded, encoded
 from autopart.ir.errors import CheckpointError, UsageError
-from autopart.session.checkpoints.contents import Contents, contents_of, driven_names, own_state
-from autopart.session.checkpoints.loading import Staged, Wanted, adopt_optimizer, opened, staged, value_for
-from autopart.session.checkpoints.optimizers import OptimizerPart, joined
-from autopart.session.checkpoints.saving import Background, Draft, config_text, publish, wait_for_parts, write_part
+from autopart.session.state.checkpoints.contents import Contents, contents_of, driven_names, own_state
+from autopart.session.state.checkpoints.loading import Staged, Wanted, adopt_optimizer, opened, staged, value_for
+from autopart.session.state.checkpoints.optimizers import OptimizerPart, joined
+from autopart.session.state.checkpoints.saving import (
+    Background,
+    Draft,
+    config_text,
+    publish,
+    wait_for_parts,
+    write_part,
+)
 from autopart.session.ranks.agreement import from_rank, together
 from autopart.session.session import Session
 from autopart.session.state.companions import Companion

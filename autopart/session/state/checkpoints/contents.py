@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from autopart.ir.errors import CheckpointError
-from autopart.session.checkpoints.optimizers import OptimizerPart, part_of
-from autopart.session.checkpoints.shares import writers
+from autopart.session.state.checkpoints.optimizers import OptimizerPart, part_of
+from autopart.session.state.checkpoints.shares import writers
 from autopart.session.session import Session
 from autopart.session.state.companions import Companion
 

@@ -16,8 +16,8 @@ from autopart.files.checkpoints.document import Document, OptimizerState, check_
 from autopart.files.checkpoints.tensor_files import INDEX, StoredTensor, TensorFiles, read_index
 from autopart.files.reading import listed
 from autopart.ir.errors import CheckpointError
-from autopart.session.checkpoints.contents import COMPANION, MASTER, OPTIMIZER
-from autopart.session.checkpoints.optimizers import adopt_state, check_fits
+from autopart.session.state.checkpoints.contents import COMPANION, MASTER, OPTIMIZER
+from autopart.session.state.checkpoints.optimizers import adopt_state, check_fits
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,11 +17,11 @@ from autopart.files.checkpoints.document import Document, read_document
 from autopart.files.checkpoints.folders import Root, checkpoint_at
 from autopart.files.checkpoints.values import decoded, encoded
 from autopart.ir.errors import UsageError
-from autopart.session.checkpoints.contents import OPTIMIZER, Contents
-from autopart.session.checkpoints.loading import Wanted, adopt_optimizer, opened, staged, value_for
-from autopart.session.checkpoints.optimizers import joined, part_of
-from autopart.session.checkpoints.saver import HasState, require_folder, unwritable, version
-from autopart.session.checkpoints.saving import Draft, config_text, publish, write_part
+from autopart.session.state.checkpoints.contents import OPTIMIZER, Contents
+from autopart.session.state.checkpoints.loading import Wanted, adopt_optimizer, opened, staged, value_for
+from autopart.session.state.checkpoints.optimizers import joined, part_of
+from autopart.session.state.checkpoints.saver import HasState, require_folder, unwritable, version
+from autopart.session.state.checkpoints.saving import Draft, config_text, publish, write_part
 
 
 def load_into(

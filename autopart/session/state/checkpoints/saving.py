@@ -21,7 +21,7 @@ from autopart.files.checkpoints.folders import Root
 from autopart.files.checkpoints.tensor_files import INDEX, Written, hashed, write_tensors
 from autopart.files.storage import write_whole
 from autopart.ir.errors import CheckpointError
-from autopart.session.checkpoints.contents import Contents
+from autopart.session.state.checkpoints.contents import Contents
 
 _POLL_S = 0.02
 _AT_EXIT_S = 30.0

@@ -18,7 +18,8 @@ from autopart.ir.plan import Plan
 from autopart.session.asynchronous.limits import refuse_in_training
 from autopart.session.session import Session
 from autopart.session.state.companions import Companion
-from autopart.session.state.misuse_guards import NotAModule, refuse_clipping, short_tracebacks
+from autopart.session.state.misuse_guards import refuse_clipping, short_tracebacks
+from autopart.session.state.module_surface import ModuleSurface
 from autopart.session.state.scaler import LossScaler
 from autopart.session.state.state_dict import (
     clip_gradients,
@@ -38,7 +39,7 @@ _TRAINED: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
 @short_tracebacks
-class PipeState(NotAModule):
+class PipeState(ModuleSurface):
     """Parameters, gradients and state of a pipe, and the session that holds them.
 
     companions: what checkpoints keep besides, by name.

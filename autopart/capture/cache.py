@@ -24,7 +24,8 @@ from autopart.ir.plan import Precision
 from autopart.ir.size import Size
 
 _Answers = tuple[tuple[str, str, Any], ...]
-_KEEP = 32  # captures; a batch of a new shape every step must not fill the memory
+_KEEP = 128  # captures, the least recently used go first; 32 kinds of batches are kept, each with several
+_KEEP_ANSWERS = 32  # sets of answers of one kind of batch
 _NAMED = 3  # changes that a message names
 _MANY = 8  # captures of one kind of batch that differ in what the model's Python reads from the batch
 
@@ -34,7 +35,7 @@ class CaptureCache:
 
     autocast: the region that the model and its loss run in (`run_in`).  trained: the model, and a loss function that
     has parameters.  version: a digest of all changes that were seen, and the last ones in words;
-    equal on ranks whose models changed alike.
+    equal on ranks whose models changed alike.  made: captures since the start, also those that are forgotten.
     """
 
     def __init__(self, model: nn.Module, loss_fn: LossFn | None = None) -> None:
@@ -44,6 +45,7 @@ class CaptureCache:
         self.trained = Trained(model, loss_fn)
         self.autocast: Autocast | None = None
         self.version = ""
+        self.made = 0
         self._loss_fn = loss_fn
         self._observed = Observed()
         self._flags: dict[nn.Module, bool] = {}
@@ -80,6 +82,7 @@ class CaptureCache:
                 self._note_questions(batch, mode, answers, captured.questions.hold)
                 key = (mode, size, replace(batch, answers=answers).signature())
             self._made[key] = captured
+            self.made += 1
             self._observed.update(captured.observed)
             if mode == "step":
                 self._flags = self._flags_read()
@@ -88,6 +91,7 @@ class CaptureCache:
                 self._watches.append(ModelWatch(self.trained.loss_fn, Observed(order=self._observed.order), {}))
             if len(self._made) > _KEEP:
                 del self._made[next(iter(self._made))]
+        self._made[key] = self._made.pop(key)  # the last one to be forgotten
         return self._made[key]
 
     def _flags_read(self) -> dict[nn.Module, bool]:
@@ -118,7 +122,7 @@ class CaptureCache:
         known = self._asked.setdefault((mode, batch.rows, replace(batch, answers=None).signature()), [])
         if all(other != answers for other, _ in known):
             known.insert(0, (answers, hold))
-            del known[_KEEP:]
+            del known[_KEEP_ANSWERS:]
             if len(known) == _MANY:
                 _warn_of_many([where for _, where, value in answers if type(value) is not bool])
 

@@ -123,25 +123,25 @@ class Executor:
     # -- running -------------------------------------------------------------------------------------------------
 
     def loss(
-        self, plan: BatchPlan, spans: list[Span] | None = None, *, check_finite: bool = False
+        self, plan: BatchPlan, spans: list[Span] | None = None, *, unscaled: float | None = None
     ) -> tuple[torch.Tensor, str]:
         """Return the loss of the whole batch, 0-dim on the CPU, on every rank; in training, gradients are accumulated.
 
-        With check_finite, also return the first gradient that is not finite, "" if all are; no gradient is accumulated
-        if one is not.  spans: gets what this rank does in the step.  Raises StageError and WorkerError.
-        """
+        unscaled: gradients are divided by it, and the first that is not finite is returned too, "" if all are; no
+        gradient is accumulated if one is not.  None: neither.  spans: gets what this rank does.  Raises StageError and
+        WorkerError."""
         with self._play(plan, spans) as outcome:
-            total, overflow = self._total_loss(plan, outcome, check_finite=check_finite)
+            total, overflow = self._total_loss(plan, outcome, unscaled)
             outcome.commit(gradients=not overflow)
         output = self._graph.value_map()[self._graph.outputs[0]]
         return torch.tensor(total, dtype=getattr(torch, output.dtype)), overflow
 
-    def _total_loss(self, plan: BatchPlan, outcome: StepOutcome, *, check_finite: bool) -> tuple[float, str]:
+    def _total_loss(self, plan: BatchPlan, outcome: StepOutcome, unscaled: float | None) -> tuple[float, str]:
         """Return the loss, and where a gradient is not finite, once all ranks have done their part.  Collective."""
         last = self.home(self._graph.outputs[0])
         mine = weighted_loss(outcome.losses, [share[0] for share in plan.shares.get(last, ())])
         given = (self._tensors.masters.by_name, outcome.before)
-        first = unscale(self._parameters(), plan.scale, *given) if self._train and check_finite else None
+        first = unscale(self._parameters(), unscaled, *given) if self._train and unscaled is not None else None
         everyone = self._world.gather_numbers([mine, float(first is not None)])
         total = sum(everyone[rank][0] for rank in self._decision.stages[last].ranks)
         if not any(row[1] for row in everyone):

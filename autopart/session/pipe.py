@@ -30,7 +30,7 @@ from autopart.session.state.checkpoints.saver import Around, HasState, Request, 
 from autopart.session.pipe_state import PipeState
 from autopart.session.session import Session
 from autopart.session.state.misuse_guards import short_tracebacks, watch_optimizers, without_backward
-from autopart.session.state.scaler import WARN_AFTER, not_finite, warn_skipped
+from autopart.session.state.scaler import WARN_AFTER, checked_scale, not_finite, warn_skipped
 from autopart.session.state.state_dict import empty_foreign, sync_state, take_masters
 from autopart.session.step.data import Arguments, own_rows
 from autopart.session.step.parts import micro_cut
@@ -70,7 +70,7 @@ class Pipe(PipeState):
 
     # -- running -------------------------------------------------------------------------------------------------
 
-    def step(self, *args: Any, sharded: bool = False, **kwargs: Any) -> torch.Tensor:
+    def step(self, *args: Any, sharded: bool = False, scale: float | None = None, **kwargs: Any) -> torch.Tensor:
         """Run one training step: forward and backward of every micro-batch; gradients are added to `.grad`.
 
         Takes a batch as described in `capture.batch`, or the model's own positional and keyword arguments; None on a
@@ -80,17 +80,21 @@ class Pipe(PipeState):
         sharded: whether each rank that needs data is given its own rows (`data_shard`, `data_rows`).  The step equals
         one over the whole batch that holds, micro-batch by micro-batch, the next rows of each shard.
 
+        scale: what the loss is multiplied by for the backward, above 0: `scale=1 / n` in n steps adds up to the mean of
+        their gradients.  The loss that is returned is not multiplied.
+
         In fp16 the loss is scaled for the backward (`scaler`), and gradients are unscaled afterwards.  If one is not
         finite, no gradient is added and `skipped` is True: skip `optimizer.step()` then.
         """
         self._require_open()
+        factor = checked_scale(scale, self._captures.model, by_keywords=not args)
         session = self._session or self._bring_up((args, kwargs), sharded=sharded)
         refuse_in_training(session.plan, "pipe.step(batch)")
         scaler, how = self.scaler, self._options.non_finite
-        scale = 1.0 if scaler is None else scaler.scale
-        check = scaler is not None or how != "auto"
+        known = 1.0 if scaler is None else scaler.scale
+        unscaled = known if scaler is not None or how != "auto" else None
         loss, overflow = session.loss(
-            "step", (args, kwargs), self._steps, sharded=sharded, scale=scale, check_finite=check
+            "step", (args, kwargs), self._steps, sharded=sharded, scale=known * factor, unscaled=unscaled
         )
         self._steps += 1
         self._mark_trained()
@@ -98,7 +102,7 @@ class Pipe(PipeState):
         if scaler is not None:
             scaler.update(finite=not overflow)
         if overflow and how == "raise":
-            raise session.world.known(not_finite(overflow, scale))
+            raise session.world.known(not_finite(overflow, known))
         if self._skipped_in_a_row == WARN_AFTER:
             warn_skipped(overflow)
         return without_backward(loss)
@@ -287,6 +291,11 @@ class Pipe(PipeState):
     def rank(self) -> int:
         """This process's rank; also after `close`."""
         return self._facts[0]
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which prints and writes what is wanted once; also after `close`."""
+        return self.rank == 0
 
     @property
     def world_size(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Self
 from weakref import WeakKeyDictionary
 
@@ -18,7 +19,9 @@ from autopart.ir.plan import Plan
 from autopart.session.asynchronous.limits import refuse_in_training
 from autopart.session.session import Session
 from autopart.session.state.companions import Companion
-from autopart.session.state.misuse_guards import NotAModule, refuse_clipping, short_tracebacks
+from autopart.session.state.full_parameters import full_parameters
+from autopart.session.state.misuse_guards import refuse_clipping, short_tracebacks
+from autopart.session.state.module_surface import ModuleSurface
 from autopart.session.state.scaler import LossScaler
 from autopart.session.state.state_dict import (
     clip_gradients,
@@ -38,7 +41,7 @@ _TRAINED: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
 @short_tracebacks
-class PipeState(NotAModule):
+class PipeState(ModuleSurface):
     """Parameters, gradients and state of a pipe, and the session that holds them.
 
     companions: what checkpoints keep besides, by name.
@@ -53,7 +56,7 @@ class PipeState(NotAModule):
         self._number = next(_NUMBERS)
         self._restored: Mapping[str, torch.Tensor] = {}
         self.companions: dict[str, Companion] = {}
-        self._closed = False
+        self._closed = self._whole = False
         self._at_close: tuple[int, Plan, Graph] | None = None
 
     @property
@@ -87,6 +90,12 @@ class PipeState(NotAModule):
         return self._scaler if self.plan.provenance.precision == "fp16" else None
 
     def _require_open(self) -> None:
+        if self._whole:
+            raise UsageError(
+                "the pipe is used inside pipe.full_parameters()",
+                why="the model has copies of all values there, and ranks would run with these",
+                fix="end the block first",
+            )
         if self._closed:
             raise UsageError(
                 "the pipe is closed",
@@ -220,6 +229,20 @@ class PipeState(NotAModule):
         `model.save_pretrained(...)` have them.  Collective; `close` does it too."""
         with self.session.call("sync_model") as session:
             sync_state(session)
+
+    @contextmanager
+    def full_parameters(self) -> Iterator[None]:
+        """Have the whole model's current values in `model` inside, on every rank: for logging, norms and generation.
+
+        Entering is collective; no step runs inside.  Needs memory for the model, given back at the end.  What is
+        written to parameters or buffers inside is lost, and raises UsageError at the end; training goes on exactly.
+        """
+        with full_parameters(self.session):
+            self._whole = True
+            try:
+                yield
+            finally:
+                self._whole = False
 
     @property
     def steps(self) -> int:

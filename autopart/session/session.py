@@ -245,18 +245,18 @@ class Session:
         *,
         sharded: bool = False,
         scale: float = 1.0,
-        check_finite: bool = False,
+        unscaled: float | None = None,
     ) -> tuple[torch.Tensor, str]:
         """Return the loss of a batch, and the first gradient that is not finite ("" if all are, or are not checked).
 
         In mode "step" gradients are accumulated, unless one is not finite.  step: for random numbers.  sharded: whether
-        each replica of the first stage is given its own rows.  scale: of the loss, for its backward.  Collective.
-        """
+        each replica of the first stage is given its own rows.  scale: of the loss, for its backward.  unscaled: what
+        gradients are divided by before they are checked, None to leave them.  Collective."""
         with self.calls.collective(f"a {_CALLS[mode]} failed"):
             self.flush()
             executor, _, plan = self.planned_batch(mode, arguments, step, scale, sharded=sharded)
             with self.calls.running("a step failed"):
-                return executor.loss(plan, self.spans if mode == "step" else None, check_finite=check_finite)
+                return executor.loss(plan, self.spans if mode == "step" else None, unscaled=unscaled)
 
     def predict(self, arguments: Arguments) -> Any:
         """Return what the model returns in eval mode, on every rank, on the CPU.  Collective."""

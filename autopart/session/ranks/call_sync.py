@@ -15,7 +15,7 @@ from autopart.session.ranks.agreement import raise_first
 
 NAMES = (
     "step", "eval_loss", "predict", "gradients", "clip_grad_norm_", "state_dict", "sync_model", "adopt", "timeline",
-    "close", "compile", "train", "flush", "save", "load",
+    "close", "compile", "train", "flush", "full_parameters", "save", "load",
 )  # fmt: skip
 END = "the end of the batches"
 """Stands for the signature of a batch where the batches of a rank have ended."""
@@ -219,8 +219,8 @@ def _different_given(
         fix = "make every change of the model on all ranks, before the same step"
     elif one[6] != other[6]:
         what = f"the loss is scaled by {one[6]:g} on rank {first} and by {other[6]:g} on rank {rank}"
-        why = "pipe.scaler was changed, or loaded, on some ranks alone"
-        fix = "load the same state on every rank"
+        why = "scale= differs, or pipe.scaler was changed, or loaded, on some ranks alone"
+        fix = "pass the same scale=, and load the same state, on every rank"
     elif one[7] != other[7]:
         what = f"sharded= differs between ranks {first} and {rank}"
         why = "either every rank is given the whole batch, or each its own rows"

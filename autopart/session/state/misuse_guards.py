@@ -23,10 +23,10 @@ _TRAINS = "pipe.step(batch) trains, pipe.eval_loss(batch) and pipe.predict(input
 _INSTEAD = {
     **dict.fromkeys(("to", "cuda", "cpu", "half", "float", "double", "bfloat16", "to_empty"), _CONVERTED),
     **dict.fromkeys(("forward", "backward", "train_batch", "generate"), _TRAINS),
-    "no_sync": "leave it out: step() only adds to .grad; to accumulate, call optimizer.step() every n-th time",
+    "no_sync": "leave it out: step() only adds to .grad; to accumulate, give n steps scale=1 / n, and call "
+    "optimizer.step() every n-th time",
     "module": "pipe.model is the model that was compiled; call pipe.sync_model() before you read its parameters",
     "save_pretrained": "pipe.sync_model() on every rank, then pipe.model.save_pretrained(folder) on rank 0",
-    "buffers": "pipe.named_buffers() yields this rank's",
     "size": "pipe.world_size",
     "device": "pipe.cluster.devices[pipe.rank] describes this rank's device",
 }
@@ -100,7 +100,7 @@ class Loss(torch.Tensor):
             why="pipe.step(batch) runs forward and backward of all micro-batches and has added the gradients to .grad; "
             "eval_loss computes none",
             fix="leave backward() out: optimizer.zero_grad(); loss = pipe.step(batch); optimizer.step().  To weigh the "
-            "loss, do so in the model or in loss_fn",
+            "loss: pipe.step(batch, scale=0.5)",
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -5,10 +5,14 @@ Micikevicius et al., "Mixed Precision Training" (2018), section 3.2; the rules a
 
 from __future__ import annotations
 
+import inspect
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from torch import nn
 
 from autopart.ir.errors import NonFiniteError, UsageError
 
@@ -38,6 +42,23 @@ def not_finite(overflow: str, scale: float) -> NonFiniteError:
         why=f"the loss was scaled by {scale:g}" if scale != 1.0 else "the step diverged, or divided by zero",
         fix='go on with the next batch (gradients and buffers are as before the step), or pass non_finite="skip"',
     )
+
+
+def checked_scale(scale: float | None, model: nn.Module, *, by_keywords: bool) -> float:
+    """Return what a step multiplies its loss by, 1 for None.  by_keywords: whether the batch is given as keyword
+    arguments, of which the model may have one named scale.  Raises UsageError."""
+    if scale is None:
+        return 1.0
+    if by_keywords and "scale" in inspect.signature(model.forward).parameters:
+        raise UsageError(
+            "scale= may mean the model's own argument, or what the loss is multiplied by",
+            why="both have this name",
+            fix="pass the batch as one mapping: pipe.step({...}) gives scale to the model, pipe.step({...}, scale=0.5) "
+            "multiplies the loss",
+        )
+    if not isinstance(scale, (int, float)) or isinstance(scale, bool) or not 0 < scale < math.inf:
+        raise UsageError(f"scale is {scale!r}", fix="use a number above 0, such as scale=1 / 4 in each of 4 steps")
+    return float(scale)
 
 
 @dataclass

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from autopart.passes.ops.table import register as register_op
     from autopart.planning.schedule_files import register_schedule, save_schedule
     from autopart.report.traces import save_trace
-    from autopart.session.state.checkpoints.plain import load_into, save_from
     from autopart.session.compare import Verification
     from autopart.session.pipe import Pipe
+    from autopart.session.state.checkpoints.plain import load_into, save_from
     from autopart.session.state.scaler import NonFiniteWarning
 
 __version__ = "0.1.0"

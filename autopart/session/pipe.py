@@ -26,9 +26,9 @@ from autopart.report.plan_table import stage_table
 from autopart.runtime.group.world import World
 from autopart.session.asynchronous.limits import refuse_in_training, require_stream
 from autopart.session.asynchronous.training import Training
-from autopart.session.state.checkpoints.saver import Around, HasState, Request, Saver, require_folder
 from autopart.session.pipe_state import PipeState
 from autopart.session.session import Session
+from autopart.session.state.checkpoints.saver import Around, HasState, Request, Saver, require_folder
 from autopart.session.state.misuse_guards import short_tracebacks, watch_optimizers, without_backward
 from autopart.session.state.scaler import WARN_AFTER, checked_scale, not_finite, warn_skipped
 from autopart.session.state.state_dict import empty_foreign, sync_state, take_masters

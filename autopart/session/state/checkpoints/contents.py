@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from autopart.ir.errors import CheckpointError
+from autopart.session.session import Session
 from autopart.session.state.checkpoints.optimizers import OptimizerPart, part_of
 from autopart.session.state.checkpoints.shares import writers
-from autopart.session.session import Session
 from autopart.session.state.companions import Companion
 
 MASTER, OPTIMIZER, COMPANION = "master", "optimizer", "companion"

@@ -24,6 +24,8 @@ from autopart.ir.errors import ClusterError, WorkerError
 from autopart.runtime.activity import waiting
 
 POLL_S = 0.01
+RESTART_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
+"""How often the ranks were restarted: set by torchrun, and by our own launcher."""
 UNWATCHED = timedelta(days=7)
 """The time limit of groups: the watch ends what hangs, and can tell planning from hanging."""
 REFUSED_S = 2.0
@@ -52,6 +54,13 @@ def open_default_group(backend: str, store: Store, rank: int, size: int, limit_s
     return str(number)
 
 
+def restart_count() -> int:
+    """Return how often the launcher has restarted the ranks.  torchrun keeps its store across restarts, with addresses
+    of ranks that are gone, so each generation of ranks reads and writes keys of its own."""
+    count = os.environ.get(RESTART_VARIABLE, "")
+    return int(count) if count.isdigit() else 0
+
+
 def rank0_has_store() -> bool:
     """Whether the store is in the process of rank 0, and not in the launcher's."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -72,7 +81,8 @@ def launchers_store(limit_s: float, look: Look = lambda: None) -> tuple[Store, i
                 why="MASTER_ADDR or MASTER_PORT is not set",
                 fix="let torchrun or autopart.launch start the ranks; both set them to the host and a port of rank 0",
             )
-        _found[address] = _connected(address[0], int(address[1]), rank, limit_s, look), rank, size
+        store = _connected(address[0], int(address[1]), rank, limit_s, look)
+        _found[address] = PrefixStore(f"gen{restart_count()}", store), rank, size
     return _found[address]
 
 

@@ -21,11 +21,10 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from autopart.ir.errors import ClusterError, WorkerError
+from autopart.launcher import restart_count
 from autopart.runtime.activity import waiting
 
 POLL_S = 0.01
-RESTART_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
-"""How often the ranks were restarted: set by torchrun, and by our own launcher."""
 UNWATCHED = timedelta(days=7)
 """The time limit of groups: the watch ends what hangs, and can tell planning from hanging."""
 REFUSED_S = 2.0
@@ -52,13 +51,6 @@ def open_default_group(backend: str, store: Store, rank: int, size: int, limit_s
     with waiting():
         dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=UNWATCHED)
     return str(number)
-
-
-def restart_count() -> int:
-    """Return how often the launcher has restarted the ranks.  torchrun keeps its store across restarts, with addresses
-    of ranks that are gone, so each generation of ranks reads and writes keys of its own."""
-    count = os.environ.get(RESTART_VARIABLE, "")
-    return int(count) if count.isdigit() else 0
 
 
 def rank0_has_store() -> bool:

@@ -22,8 +22,8 @@ from multiprocessing.context import SpawnProcess
 from typing import Any, NoReturn
 
 from autopart.ir.errors import UsageError
+from autopart.launcher import RESTART_VARIABLE
 from autopart.runtime.activity import PATIENT, SharedStatus
-from autopart.runtime.group.rendezvous import RESTART_VARIABLE
 from autopart.runtime.launch import worker
 from autopart.runtime.launch.reasons import GUARD, UNGUARDED, Death, error_for, first_cause
 from autopart.runtime.launch.worker import READY, Failure, Success

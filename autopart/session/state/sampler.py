@@ -116,14 +116,14 @@ class PositionedSampler(Sampler[list[int]]):
         return self._batches(self._order.of(position.epoch)[first:end], position.loads)
 
     def _batches(self, indices: torch.Tensor, loads: int) -> Iterator[list[int]]:
-        for batch in indices.split(self._rows):
+        for first in range(0, len(indices), self._rows):
             if self._position.loads != loads:
                 raise UsageError(
                     "a checkpoint was loaded while batches of a sampler were taken",
                     why="the rest of this iteration belongs to the position before the load",
                     fix="load first, then iterate over the DataLoader",
                 )
-            yield batch.tolist()
+            yield indices[first : first + self._rows].tolist()
 
     def _require_same(self) -> None:
         stands = self._position.order
@@ -144,7 +144,7 @@ def sampler_of(
         raise UsageError(
             f"pipe.sampler was given a {type(dataset).__name__}, which has no indices",
             why="an order of samples needs a dataset with a length",
-            fix="use a map-style dataset (__len__ and __getitem__), or keep the position of the stream in extra= of save",
+            fix="use a map-style dataset (__len__ and __getitem__), or keep the stream's position in extra= of save",
         )
     for name, value, least in (("rows", rows, 1), ("seed", seed, 0)):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:

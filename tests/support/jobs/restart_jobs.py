@@ -8,7 +8,8 @@ from pathlib import Path
 
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from autopart.runtime.group.rendezvous import launchers_store, restart_count
+from autopart.launcher import restart_count
+from autopart.runtime.group.rendezvous import launchers_store
 
 
 def die_until(times: int) -> tuple[int, bool]:

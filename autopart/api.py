@@ -111,15 +111,26 @@ def simulate(
     return simulated(model, cluster, sample, options)[2]
 
 
-def launch(fn: Callable[..., Any], cluster: ClusterLike = None, *args: Any, timeout: float | None = None) -> list[Any]:
+def launch(
+    fn: Callable[..., Any], cluster: ClusterLike = None, *args: Any, timeout: float | None = None, restarts: int = 0
+) -> list[Any]:
     """Run fn(*args) on every rank of a cluster in local processes and return the results by rank.
 
     Under torchrun, srun or mpirun this process is one of the ranks, and fn is simply called.  timeout: seconds for
-    everything but planning, None: no limit.  Raises WorkerError with the first cause if a process dies, is stopped or
+    everything but planning, None: no limit.
+
+    restarts: how often all ranks are started again, as new processes, after one has failed; fn loads the last
+    checkpoint (`Pipe.load`) and goes on.  The variable TORCHELASTIC_RESTART_COUNT tells fn how often it was.  The pause
+    before a restart doubles while ranks fail soon; an error that is raised twice with the same message and place ends
+    the run.  torchrun restarts by itself (--max-restarts), and restarts= has no effect there.
+
+    Raises WorkerError with the first cause if a process dies, is stopped or
     runs out of time, and the error that fn raised on a rank.
     """
     if timeout is not None:
         read_value("timeout", timeout)
+    if not isinstance(restarts, int) or isinstance(restarts, bool) or restarts < 0:
+        raise UsageError(f"restarts is {restarts!r}", where="launch", fix="pass a number of restarts of at least 0")
     machines = _cluster(cluster)
     if not callable(fn):
         raise UsageError(
@@ -128,7 +139,7 @@ def launch(fn: Callable[..., Any], cluster: ClusterLike = None, *args: Any, time
             fix=f"pass a function: launch(train, cluster); start a script with torchrun --nproc-per-node "
             f"{machines.levels[0].size} train.py",
         )
-    return _launch(fn, machines.world, *args, timeout=timeout, local=machines.levels[0].size)
+    return _launch(fn, machines.world, *args, timeout=timeout, local=machines.levels[0].size, restarts=restarts)
 
 
 def planned(model: nn.Module, cluster: ClusterLike, sample: Any, options: Options) -> tuple[Plan, Graph]:

@@ -7,6 +7,7 @@ alone.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import sys
@@ -18,6 +19,9 @@ from autopart.ir.errors import ClusterError
 PORT = 29500
 """Port of rank 0 if MASTER_PORT is not set: torch's default."""
 
+RESTART_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
+"""How often the ranks were restarted: set by torchrun, and by our own launcher."""
+
 
 def torchrun_line(world: int, local: int | None = None) -> str:
     """Return the command that runs this script on `world` ranks, `local` of them on each host (None: all on one)."""
@@ -27,6 +31,13 @@ def torchrun_line(world: int, local: int | None = None) -> str:
         f"torchrun --nnodes {-(-world // local)} --nproc-per-node {local} --rdzv-backend c10d "
         f"--rdzv-endpoint $MASTER_ADDR:{PORT} {_script_line()}"
     )
+
+
+def restart_count() -> int:
+    """Return how often the launcher has restarted the ranks.  torchrun keeps its store across restarts, with addresses
+    of ranks that are gone, so each generation of ranks reads and writes keys of its own."""
+    count = os.environ.get(RESTART_VARIABLE, "")
+    return int(count) if count.isdigit() else 0
 
 
 def _script_line() -> str:

@@ -30,6 +30,7 @@ from autopart.session.pipe_state import PipeState
 from autopart.session.session import Session
 from autopart.session.state.checkpoints.saver import Around, HasState, Request, Saver, require_folder
 from autopart.session.state.misuse_guards import short_tracebacks, watch_optimizers, without_backward
+from autopart.session.state.sampler import DataPosition, PositionedSampler, sampler_of
 from autopart.session.state.scaler import WARN_AFTER, checked_scale, not_finite, warn_skipped
 from autopart.session.state.state_dict import empty_foreign, sync_state, take_masters
 from autopart.session.step.data import Arguments, own_rows
@@ -56,6 +57,8 @@ class Pipe(PipeState):
         self._unwatch: Callable[[], None] = lambda: None
         self._training: Training | None = None
         self._saver = Saver()
+        self._position = DataPosition()
+        self.companions["data"] = self._position
         if sample is not None:
             self._bring_up(((sample,), {}))
 
@@ -97,6 +100,7 @@ class Pipe(PipeState):
             "step", (args, kwargs), self._steps, sharded=sharded, scale=known * factor, unscaled=unscaled
         )
         self._steps += 1
+        self._position.advance()
         self._mark_trained()
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if overflow else 0
         if scaler is not None:
@@ -157,6 +161,7 @@ class Pipe(PipeState):
     def _count_step(self) -> int:
         """Return the number of the step that begins."""
         self._steps += 1
+        self._position.advance()
         self._mark_trained()
         return self._steps - 1
 
@@ -286,6 +291,18 @@ class Pipe(PipeState):
         number, _ = self.data_shard()
         planned = micro_cut(rows, self.plan.micro_rows)
         return own_rows(planned, self.plan.stages[0].division, number) if self.needs_data else ()
+
+    def sampler(
+        self, dataset: Any, rows: int, *, seed: int = 0, shuffle: bool = True, drop_last: bool = False
+    ) -> PositionedSampler:
+        """Return a batch sampler for `DataLoader(dataset, batch_sampler=...)`, alike on every rank.
+
+        The order of samples follows from (seed, epoch).  `save` keeps the position, in samples that were stepped over,
+        and after `load` the iteration goes on there: each sample comes once in an epoch, whatever the plan, the ranks
+        and `rows`.  Every `step` while an iteration goes on counts as one of its batches.  Raises UsageError for a
+        dataset without a length, and for another dataset size, seed or shuffle than the position has.
+        """
+        return sampler_of(self._position, dataset, rows, seed, shuffle=shuffle, drop_last=drop_last)
 
     @property
     def rank(self) -> int:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from autopart.ir.errors import ClusterError, WorkerError
+from autopart.launcher import restart_count
 from autopart.runtime.activity import waiting
 
 POLL_S = 0.01
@@ -72,7 +73,8 @@ def launchers_store(limit_s: float, look: Look = lambda: None) -> tuple[Store, i
                 why="MASTER_ADDR or MASTER_PORT is not set",
                 fix="let torchrun or autopart.launch start the ranks; both set them to the host and a port of rank 0",
             )
-        _found[address] = _connected(address[0], int(address[1]), rank, limit_s, look), rank, size
+        store = _connected(address[0], int(address[1]), rank, limit_s, look)
+        _found[address] = PrefixStore(f"gen{restart_count()}", store), rank, size
     return _found[address]
 
 

@@ -22,10 +22,11 @@ from multiprocessing.context import SpawnProcess
 from typing import Any, NoReturn
 
 from autopart.ir.errors import UsageError
+from autopart.launcher import RESTART_VARIABLE
 from autopart.runtime.activity import PATIENT, SharedStatus
 from autopart.runtime.launch import worker
 from autopart.runtime.launch.reasons import GUARD, UNGUARDED, Death, error_for, first_cause
-from autopart.runtime.launch.worker import READY, Success
+from autopart.runtime.launch.worker import READY, Failure, Success
 from autopart.runtime.watch.launcher import STOPPED_S
 from autopart.runtime.watch.states import no_answer, state_of_rank
 
@@ -49,8 +50,9 @@ class Member:
 class Fleet:
     """`world` live worker processes and the store through which they find each other."""
 
-    def __init__(self, world: int, deadline: float | None = None) -> None:
+    def __init__(self, world: int, deadline: float | None = None, generation: int = 0) -> None:
         """Start the processes and wait until all are up.  deadline: in time.monotonic() seconds.
+        generation: how often the ranks were restarted before.
 
         Raises UsageError if the main script lacks its guard, WorkerError if a process does not come up.
         """
@@ -58,9 +60,11 @@ class Fleet:
         self._statuses = [spawn.RawValue(SharedStatus) for _ in range(world)]
         self.members: list[Member] = []
         self._store: Any = None
+        self.cause: Failure | Death | None = None
+        """Why it failed, if it did."""
         atexit.register(self.kill)
         try:
-            self._start(world, self.open_store())
+            self._start(world, self.open_store() | {RESTART_VARIABLE: str(generation)})
             ups = self._collect(deadline)
             if any(ups.get(rank) != READY for rank in range(world)):
                 self._fail(ups, "starting")
@@ -139,7 +143,7 @@ class Fleet:
 
     def _fail(self, answers: Mapping[int, Any], doing: str) -> NoReturn:
         """End all processes and raise the first cause, or name the ranks that did not answer."""
-        cause = first_cause(answers.values())
+        cause = self.cause = first_cause(answers.values())
         self.kill()
         if cause is not None:
             raise error_for(cause, self._statuses[cause.rank], doing)

@@ -1,0 +1,63 @@
+"""Restarts of all ranks: which failures are tried again, how often, and what is said at the end (F1, F2, F17, F19 of
+the table of faults)."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from support.jobs import restart_jobs as jobs
+
+import autopart
+from autopart.ir.errors import UsageError, WorkerError
+from autopart.runtime.launch import restarts
+from autopart.runtime.launch.local import launch
+
+pytestmark = pytest.mark.timeout(200)
+
+
+def test_ranks_are_started_again_after_a_death_with_a_store_of_their_own() -> None:
+    assert launch(jobs.die_until, 2, 1, restarts=1, timeout=150) == [(1, True), (1, True)]
+
+
+def test_the_same_error_twice_ends_the_run_although_restarts_are_left(tmp_path: Path) -> None:
+    with pytest.raises(WorkerError, match="ZeroDivisionError") as caught:
+        launch(jobs.raise_always, 1, tmp_path, restarts=5, timeout=150)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+    assert any("the same error twice is not tried again" in note for note in caught.value.__notes__)
+
+
+def test_exhausted_restarts_raise_the_last_failure_and_name_the_earlier_ones() -> None:
+    with pytest.raises(WorkerError, match="ValueError: generation 1") as caught:
+        launch(jobs.raise_anew, 1, restarts=1, timeout=150)
+    notes = "\n".join(caught.value.__notes__)
+    assert notes.count("ValueError: generation 0") == 1 and "after 1 restart(s)" in notes
+
+
+def test_pauses_double_while_ranks_fail_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+
+    class Failing:
+        cause = None
+
+        def __init__(self, world: int, deadline: float | None, generation: int) -> None:
+            self.generation = generation
+
+        def run(self, call: bytes, name: str, deadline: float | None) -> list[object]:
+            raise WorkerError(f"failure {self.generation}")
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(restarts, "Fleet", Failing)
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    with pytest.raises(WorkerError, match="failure 10"):
+        restarts.run_generations(1, b"", "train", None, 10)
+    assert pauses == [min(30.0, 0.1 * 2**n) for n in range(10)]
+
+
+@pytest.mark.parametrize("count", [-1, 1.5, True, "3"])
+def test_a_number_of_restarts_that_is_none_is_refused(count: object) -> None:
+    with pytest.raises(UsageError, match="restarts is"):
+        autopart.launch(print, "cpu:1", restarts=count)  # type: ignore[arg-type]

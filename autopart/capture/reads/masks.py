@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
 from autopart.capture.batch.batch import Batch
+from autopart.capture.reads.late import different_rows
 from autopart.capture.reads.mask_parts import (
     HIDES,
     Ask,
@@ -135,9 +136,13 @@ class _AllShown:
     """Asks whether masks hide nothing.  hides: for each mask, whether True hides a key."""
 
     hides: tuple[bool, ...]
+    takes_late: ClassVar[bool] = True
 
-    def __call__(self, *masks: torch.Tensor) -> bool:
-        """Return whether the masks hide nothing.  Waits for the device once."""
+    def __call__(self, *masks: Any) -> bool:
+        """Return whether the masks hide nothing.  Waits for the device once, or for each different row."""
+        return all(self._shown(*rows) for rows in different_rows(masks))
+
+    def _shown(self, *masks: torch.Tensor) -> bool:
         pairs = list(zip(masks, self.hides, strict=True))
         if len(pairs) == 1:
             return not bool(masks[0].any()) if self.hides[0] else bool(_shows(masks[0], hides=False).all())
@@ -153,9 +158,13 @@ class _Triangle:
 
     tokens: int
     hides: tuple[bool, ...]
+    takes_late: ClassVar[bool] = True
 
-    def __call__(self, *masks: torch.Tensor) -> bool:
+    def __call__(self, *masks: Any) -> bool:
         """Return whether the masks together hide just that; they are broadcast against each other."""
+        return all(self._hide_later_tokens(*rows) for rows in different_rows(masks))
+
+    def _hide_later_tokens(self, *masks: torch.Tensor) -> bool:
         pair = self.tokens, self.tokens
         earlier = torch.ones(pair, dtype=torch.bool, device=masks[0].device).tril()
         shown = torch.ones((), dtype=torch.bool, device=masks[0].device)

@@ -17,6 +17,8 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from autopart.capture.reads.late import late, whole
+
 _HOST = torch.device("cpu")
 _EXACT = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 """Types whose arithmetic is the same on every device."""
@@ -107,17 +109,27 @@ class Reader:
         """Return the Python value that was asked for.  Earlier questions must have been answered first."""
         place = self.place(question)
         with torch.no_grad():
+            if question.writes:  # to what others are made of
+                self._results = {key: whole(result) for key, result in self._results.items()}
             for step in question.steps:
                 if (place, step.number) not in self._results:
-                    self._results[place, step.number] = self._run(step, place)
-            return question.read(*self._filled(question.args, place))
+                    self._results[place, step.number] = self._run(step, place, question)
+            args = self._filled(question.args, place)
+            if not getattr(question.read, "takes_late", False):
+                args = pytree.tree_map(whole, args)
+            return question.read(*args)
 
-    def _run(self, step: _Step, place: torch.device) -> Any:
+    def _run(self, step: _Step, place: torch.device, question: Question) -> Any:
         if step.call is None:
             return self._tensors[step.args[0]].detach().to(place, copy=self._copies)
         if step.call is torch.clone:
             return step.args[0].to(place, copy=True)
-        return step.call(*self._filled(step.args, place), **self._filled(dict(step.kwargs), place))
+        args, kwargs = self._filled(step.args, place), self._filled(dict(step.kwargs), place)
+        found = late(step.call, args, kwargs)
+        if found is not None and question.exact and not question.writes:
+            return found
+        args, kwargs = pytree.tree_map(whole, (args, kwargs))
+        return step.call(*args, **kwargs)
 
     def _filled(self, value: Any, place: torch.device) -> Any:
         def fill(leaf: Any) -> Any:

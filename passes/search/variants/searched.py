@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from autopart.ir.decision import Decision, Stage
+from autopart.ir.decision import Decision
 from autopart.ir.plan import Estimate
 from autopart.ir.program import Edge
 from autopart.passes.ordering.lists import RULES, listed
@@ -23,12 +23,12 @@ from autopart.passes.program.orders import Shape
 from autopart.passes.program.routing import Tied, edges, tied
 from autopart.passes.search.candidate import Candidate
 from autopart.passes.search.evaluation import staged
-from autopart.passes.search.memory.recomputation import recomputed_stage
+from autopart.passes.search.memory.jointly import recomputed_jointly
 from autopart.passes.search.space import SearchSpace
 from autopart.passes.simulation.estimate import work_of
-from autopart.passes.simulation.rank_memory import own_bytes, stages_together
+from autopart.passes.simulation.rank_memory import stages_together
 from autopart.passes.simulation.simulate import Work
-from autopart.passes.simulation.stage_costs import StageContext, stage_contexts
+from autopart.passes.simulation.stage_costs import stage_contexts
 
 HELD = (1.0, 0.6, 0.35)
 """Micro-batches that a rank holds, as parts of what it holds under 1F1B, for which recomputation is chosen."""
@@ -96,33 +96,16 @@ def _fitted(
     """Return the decision with as much recomputed as if its stages held so many micro-batches, its estimates and the
     bytes that each worker has for what it holds; None if that is nothing."""
     estimator, decision = space.costs, replace(decision, schedule="gpipe")
-
-    def contexts(of: Decision) -> list[StageContext]:
-        known = stage_contexts(of, links, estimator)
-        return [replace(context, live=live, counts=()) for context, live in zip(known, held, strict=True)]
-
-    def rooms(known: Sequence[StageContext], estimates: Sequence[Estimate]) -> list[int]:
-        found = []
-        for stages in stages_together(decision):
-            limit = estimator.cluster.least_memory_bytes(decision.stages[stages[0]].ranks)
-            taken = sum(own_bytes(known[s], estimates[s]) for s in stages)
-            found.append(limit - taken - max(estimates[s].workspace_bytes for s in stages))
-        return found
-
-    whole = contexts(decision)
-    estimates = [estimator.stage(context) for context in whole]
-    chosen: list[Stage] = [context.stage for context in whole]
-    if space.request.may_recompute:
-        for stages, room in zip(stages_together(decision), rooms(whole, estimates), strict=True):
-            wanted = sum(held[s] * estimates[s].activation_bytes for s in stages)
-            for s in stages if wanted > room else ():
-                e = estimates[s]
-                limit = estimator.cluster.least_memory_bytes(decision.stages[s].ranks)
-                share = held[s] * e.activation_bytes * max(0, room) // wanted
-                spare = limit - own_bytes(whole[s], e) - e.workspace_bytes - share
-                chosen[s] = recomputed_stage(space, whole[s], spare)
-    fit = replace(decision, stages=tuple(chosen))
-    known = contexts(fit)
-    estimates = [estimator.stage(context) for context in known]
-    left = rooms(known, estimates)
-    return (fit, tuple(estimates), tuple(left)) if min(left) > 0 else None
+    known = stage_contexts(decision, links, estimator)
+    contexts = [replace(context, live=live, counts=()) for context, live in zip(known, held, strict=True)]
+    stages, rooms = [context.stage for context in contexts], []
+    estimates = [estimator.stage(context) for context in contexts]
+    for own in stages_together(decision):
+        limit = estimator.cluster.least_memory_bytes(decision.stages[own[0]].ranks)
+        found = recomputed_jointly(space, [contexts[s] for s in own], limit)
+        if found is None or found[1] <= 0:
+            return None
+        rooms.append(found[1])
+        for s, choice in zip(own, found[0], strict=True):
+            stages[s], estimates[s] = choice.stage, choice.estimate
+    return replace(decision, stages=tuple(stages)), tuple(estimates), tuple(rooms)

@@ -6,11 +6,10 @@ what counts is the work of all stages of a rank, and the longest of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import accumulate, combinations, pairwise
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 
 import numpy as np
-import numpy.typing as npt
 
 from autopart.ir.size import Size
 from autopart.passes.graph.cuts import Ints
@@ -19,11 +18,7 @@ from autopart.passes.search.space import SearchSpace, fastest_sums
 EVEN = 8
 """Even cuts may be off by one in so many of a device's share of the work, where fewer bytes cross."""
 MOVES = 400
-"""The most moves to level the loads of ranks."""
-WINDOW, CHEAP = 12, 5.1
-"""Blocks by which a cut may move at once, and how many times the bytes of the cheapest place there may cross it."""
-
-Floats = npt.NDArray[np.float64]
+"""The most moves of a cut to level the loads of ranks."""
 
 
 def even_bounds(space: SearchSpace, rows: int, shares: Sequence[int]) -> tuple[int, ...] | None:
@@ -65,74 +60,37 @@ def shortest_bounds(space: SearchSpace, rows: int, stages: int) -> tuple[int, ..
     return tuple(bounds)
 
 
-def levelled(
-    space: SearchSpace, rows: int, bounds: tuple[int, ...], homes: Sequence[int], pace: Sequence[float] = ()
-) -> tuple[int, ...]:
-    """Return bounds with cuts moved as long as the times of ranks get more even (the sum of their squares).
+def levelled(space: SearchSpace, rows: int, bounds: tuple[int, ...], homes: Sequence[int]) -> tuple[int, ...]:
+    """Return bounds with cuts moved by a block as long as the loads of ranks get more even (the sum of their squares).
 
-    One cut moves at a time, or two that lie between the same two ranks: where blocks are large, only the difference of
-    two moves is small.  homes: position of each stage.  pace: of each position, how much longer than its blocks it
-    takes, such as for recomputation; (): all alike.  O(moves * stages * window^2) in numpy.
+    homes: position of each stage.  O(moves * stages).
     """
-    sums, crossing = fastest_sums(space, rows), space.chain.range_costs(Size(rows)).crossing
-    factor = np.array(pace or (1.0,) * (max(homes) + 1))
-    cuts, loads = list(bounds), np.zeros(len(factor))
+    sums = fastest_sums(space, rows).tolist()
+    cuts, loads = list(bounds), [0] * (max(homes) + 1)
     for home, (a, b) in zip(homes, pairwise(cuts), strict=True):
         loads[home] += sums[b] - sums[a]
-    between: dict[tuple[int, int], list[int]] = {}
-    for place in range(1, len(cuts) - 1):
-        left, right = homes[place - 1], homes[place]
-        if left != right:
-            between.setdefault((min(left, right), max(left, right)), []).append(place)
-    known: dict[tuple[int, int], tuple[float, dict[int, int]]] = {}
     for _ in range(MOVES):
-        for pair, places in between.items():
-            if pair not in known:
-                choices = [_choices(space, cuts, sums, crossing, place, homes[place - 1] == pair[0]) for place in places]
-                known[pair] = _best_move(pair, dict(zip(places, choices, strict=True)), loads, factor)
-        pair, (gain, moved) = min(known.items(), key=lambda item: item[1][0], default=((0, 0), (0.0, {})))
+        gain, place, moved = min(_moves(space, cuts, sums, loads, homes), default=(0, 0, 0))
         if gain >= 0:
             break
-        for place, to in moved.items():
-            taken = sums[cuts[place]] - sums[to]
-            loads[homes[place - 1]] -= taken
-            loads[homes[place]] += taken
-            cuts[place] = to
-        known = {other: best for other, best in known.items() if not set(other) & set(pair)}
+        taken = sums[moved] - sums[cuts[place]]
+        loads[homes[place - 1]] += taken
+        loads[homes[place]] -= taken
+        cuts[place] = moved
     return tuple(cuts)
 
 
-def _choices(
-    space: SearchSpace, cuts: Sequence[int], sums: Ints, crossing: Ints, place: int, forward: bool
-) -> tuple[Ints, Ints]:
-    """Return where a cut may go, its own place first, and the work that this takes from the first rank of its pair.
-
-    forward: whether the first rank of the pair has the stage before the cut.
-    """
-    here, low, high = cuts[place], cuts[place - 1] + 1, cuts[place + 1]
-    near = np.arange(max(low, here - WINDOW), min(high, here + WINDOW + 1))
-    before, after = space.legal_at(place - 1), space.legal_at(place)
-    good = before[cuts[place - 1], near] & after[near, cuts[place + 1]]
-    near = near[good & (crossing[near] <= CHEAP * crossing[near].min())]
-    near = np.concatenate([[here], near[near != here]])
-    taken = sums[here] - sums[near]
-    return near, taken if forward else -taken
-
-
-def _best_move(
-    pair: tuple[int, int], choices: Mapping[int, tuple[Ints, Ints]], loads: Floats, factor: Floats
-) -> tuple[float, dict[int, int]]:
-    """Return the change of the sum of squared times, and the new places of one or two cuts of a pair of ranks."""
-    (one, other), found = pair, (0.0, dict[int, int]())
-    weights = factor[one] ** 2, factor[other] ** 2
-    groups = list(combinations(choices, 2)) if len(choices) > 1 else [(place, place) for place in choices]
-    for first, second in groups:
-        near, taken = choices[first]
-        others, more = choices[second] if first != second else (near[:1], taken[:1])
-        moved = taken[:, None] + more[None, :]
-        change = weights[0] * moved * (moved - 2 * loads[one]) + weights[1] * moved * (moved + 2 * loads[other])
-        at = np.unravel_index(int(change.argmin()), change.shape)
-        if change[at] < found[0]:
-            places = {second: int(others[at[1]])} | {first: int(near[at[0]])}
-            found = float(change[at]), places
-    return found
+def _moves(
+    space: SearchSpace, cuts: Sequence[int], sums: Sequence[int], loads: Sequence[int], homes: Sequence[int]
+) -> Iterator[tuple[int, int, int]]:
+    """Yield (change of the sum of squared loads, place of a cut, block that it moves to) of each move."""
+    for place in range(1, len(cuts) - 1):
+        giver, taker, here = homes[place], homes[place - 1], cuts[place]
+        for moved in (here + 1, here - 1):
+            if giver == taker or not cuts[place - 1] < moved < cuts[place + 1]:
+                continue
+            taken = sums[moved] - sums[here]
+            change = 2 * taken * (loads[taker] - loads[giver] + taken)
+            before, after = space.legal_at(place - 1), space.legal_at(place)
+            if change < 0 and before[cuts[place - 1], moved] and after[moved, cuts[place + 1]]:
+                yield change, place, moved

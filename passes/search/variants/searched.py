@@ -23,10 +23,10 @@ from autopart.passes.program.orders import Shape
 from autopart.passes.program.routing import Tied, edges, tied
 from autopart.passes.search.candidate import Candidate
 from autopart.passes.search.evaluation import staged
-from autopart.passes.search.memory.jointly import recomputed_jointly
+from autopart.passes.search.memory.jointly import Choice, recomputed_jointly
 from autopart.passes.search.space import SearchSpace
 from autopart.passes.simulation.estimate import work_of
-from autopart.passes.simulation.rank_memory import stages_together
+from autopart.passes.simulation.rank_memory import own_bytes, stages_together
 from autopart.passes.simulation.simulate import Work
 from autopart.passes.simulation.stage_costs import stage_contexts
 
@@ -60,7 +60,8 @@ def with_orders(space: SearchSpace, plan: Candidate, zero: int, effort: int, *, 
     for way in sorted(ways_of(space, decision, links, shared), key=lambda way: way.step_ns)[:most]:
         shape = replace(Shape.of(way.decision), order=())
         order = search_order(shape, links, shared, ranks, way.work, room_bytes=way.room_bytes, effort=effort).order
-        found.append(replace(plan, order=order))
+        groups = tuple([stage.recompute for stage in way.decision.stages])
+        found.append(replace(plan, order=order, recompute=groups))
     return found
 
 
@@ -102,10 +103,20 @@ def _fitted(
     estimates = [estimator.stage(context) for context in contexts]
     for own in stages_together(decision):
         limit = estimator.cluster.least_memory_bytes(decision.stages[own[0]].ranks)
-        found = recomputed_jointly(space, [contexts[s] for s in own], limit)
-        if found is None or found[1] <= 0:
+        limit -= sum([own_bytes(contexts[s], estimates[s]) for s in own])
+        live = [held[s] for s in own]
+
+        def left(choices: list[Choice], limit: int = limit) -> int:
+            return limit - max([choice.estimate.workspace_bytes for choice in choices])
+
+        def fits(choices: list[Choice], live: Sequence[int] = live, limit: int = limit) -> bool:
+            sizes = [choice.estimate.activation_bytes for choice in choices]
+            return sum([count * size for count, size in zip(live, sizes, strict=True)]) <= left(choices, limit)
+
+        found = recomputed_jointly(space, [contexts[s] for s in own], fits)
+        if found is None or left(found, limit) <= 0:
             return None
-        rooms.append(found[1])
-        for s, choice in zip(own, found[0], strict=True):
+        rooms.append(left(found, limit))
+        for s, choice in zip(own, found, strict=True):
             stages[s], estimates[s] = choice.stage, choice.estimate
     return replace(decision, stages=tuple(stages)), tuple(estimates), tuple(rooms)

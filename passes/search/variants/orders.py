@@ -20,16 +20,22 @@ from autopart.passes.program.schedules import find, takes_slices
 from autopart.passes.search.candidate import COMPUTE_NS, Candidate
 from autopart.passes.search.evaluation import Evaluation, Search
 from autopart.passes.search.refinement import actions_of
-from autopart.passes.search.space import ORDERS, PlanRequest, SearchSpace, is_other
+from autopart.passes.search.space import ORDERS, PER_RANK, PlanRequest, SearchSpace, is_other
 from autopart.passes.search.variants.even_cuts import even_bounds, levelled, shortest_bounds
-from autopart.passes.search.variants.searched import with_orders
+from autopart.passes.search.variants.finer import finer_space
+from autopart.passes.search.variants.searched import Ordered, listed_ways, with_order
 
 SHAPES = 4
 """Plans of different shapes that are tried under other orders."""
-EFFORT, SEARCHED_EFFORT = 1_000_000, 100_000
-"""Actions that may be simulated to compare named orders, and computes of the plans for which orders are searched."""
+EFFORT, LISTED_EFFORT = 400_000, 300_000
+"""Actions that may be simulated to compare named orders, and computes of the plans for which orders are listed."""
+ORDERED = 2
+"""Plans, of those with listed orders, that get a searched one."""
 MOVES = 100_000
 """Computes that may be replayed to make one searched order shorter."""
+PER_STAGE, MOST_BLOCKS = 8, 1024
+"""Blocks per stage, and the most, from which stages of ranks with two of them are made: with fewer the loads of ranks
+differ by more than the bubble that is saved (GPT-3 on 48 ranks with 4 blocks a stage: by 15 %)."""
 LITTLE = 0.03
 """A plan of which less is idle is not tried under other orders, where the planner may choose."""
 
@@ -71,6 +77,9 @@ def evaluate_orders(search: Search, fine: SearchSpace) -> None:
     request, allowed = fine.request, ways(fine.request)
     shapes = [found for found in search.finalists(SHAPES) if _may_gain(found, fine)] if allowed else []
     search.other_orders = bool(shapes)
+    most = max([len(found.candidate.widths) for found in shapes], default=0)
+    if PER_RANK[0] * most * PER_STAGE > fine.chain.n:
+        fine = finer_space(fine, min(MOST_BLOCKS, PER_RANK[0] * most * PER_STAGE))
     _evaluate_named(search, fine, shapes, allowed)
     _evaluate_searched(search, fine, shapes, allowed)
     if not request.is_free:
@@ -92,24 +101,29 @@ def _evaluate_named(search: Search, fine: SearchSpace, shapes: list[Evaluation],
     for found in shapes:
         for way in allowed:
             for candidate in _under(way, found, fine) if way.schedule != SEARCHED else ():
-                effort -= actions_of(candidate)
-                if effort > 0 or not search.fitting:
+                actions = actions_of(candidate)
+                if effort > actions or not search.fitting:
+                    effort -= actions
                     search.evaluate(_space_of(candidate, found, fine), candidate)
         search.tell("other orders")
 
 
 def _evaluate_searched(search: Search, fine: SearchSpace, shapes: list[Evaluation], allowed: list[Way]) -> None:
-    effort, first = SEARCHED_EFFORT, True
+    """Evaluate the plans whose listed orders are shortest, with orders searched for each of them."""
+    effort, ways_found = LISTED_EFFORT, list[tuple[SearchSpace, Candidate, Ordered]]()
     for found in shapes:
         for way in allowed:
             for candidate in _under(way, found, fine) if way.schedule == SEARCHED else ():
                 computes = 3 * candidate.stages * len(candidate.micro_rows)
-                if computes > effort and not first:
+                if computes > effort and ways_found:
                     continue
-                effort, first = effort - computes, False
+                effort -= computes
                 space = _space_of(candidate, found, fine)
-                for ordered in with_orders(space, candidate, found.decision.zero, MOVES):
-                    search.evaluate(space, ordered)
+                ways_found += [(space, candidate, each) for each in listed_ways(space, candidate, found.decision.zero)]
+        search.tell("listed orders")
+    ways_found.sort(key=lambda known: known[2].step_ns)
+    for space, candidate, each in ways_found[:ORDERED]:
+        search.evaluate(space, with_order(space, candidate, each, MOVES))
         search.tell("searched orders")
 
 

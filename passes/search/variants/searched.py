@@ -38,34 +38,39 @@ FILLED = 2
 """Micro-batches per position of the shorter step on which plans are compared."""
 
 
-class Way(NamedTuple):
+class Ordered(NamedTuple):
     """A way to run a plan: about the nanoseconds of its step, and what its order is searched for."""
 
     step_ns: int
     decision: Decision
+    links: tuple[Edge, ...]
+    tied: Tied
     work: Work
     room_bytes: tuple[int, ...]
 
 
-def with_orders(space: SearchSpace, plan: Candidate, zero: int, effort: int, *, most: int = 1) -> list[Candidate]:
-    """Return the plan with orders for the `most` most promising ways to run it.
+def with_order(space: SearchSpace, plan: Candidate, way: Ordered, effort: int) -> Candidate:
+    """Return the plan with an order for one of its ways, and with what is recomputed there.
 
-    zero: whether replicas share the optimizer state.  effort: computes that may be replayed for each to improve it.
+    effort: computes that may be replayed to improve the order.
+    """
+    shape, ranks = replace(Shape.of(way.decision), order=()), [stage.ranks for stage in way.decision.stages]
+    order = search_order(shape, way.links, way.tied, ranks, way.work, room_bytes=way.room_bytes, effort=effort).order
+    return replace(plan, order=order, recompute=tuple([stage.recompute for stage in way.decision.stages]))
+
+
+def listed_ways(space: SearchSpace, plan: Candidate, zero: int) -> list[Ordered]:
+    """Return the ways to run a plan for which an order was found, the fastest first.
+
+    zero: whether replicas share the optimizer state.
     """
     decision = staged(space, plan, zero)
     links = edges(decision, space.chain.blocks)
     shared = tied(decision, space.chain.blocks) if space.may_be_tied else ()
-    ranks = [stage.ranks for stage in decision.stages]
-    found = []
-    for way in sorted(ways_of(space, decision, links, shared), key=lambda way: way.step_ns)[:most]:
-        shape = replace(Shape.of(way.decision), order=())
-        order = search_order(shape, links, shared, ranks, way.work, room_bytes=way.room_bytes, effort=effort).order
-        groups = tuple([stage.recompute for stage in way.decision.stages])
-        found.append(replace(plan, order=order, recompute=groups))
-    return found
+    return sorted(_ways_of(space, decision, links, shared), key=lambda way: way.step_ns)
 
 
-def ways_of(space: SearchSpace, decision: Decision, links: tuple[Edge, ...], shared: Tied) -> Iterator[Way]:
+def _ways_of(space: SearchSpace, decision: Decision, links: tuple[Edge, ...], shared: Tied) -> Iterator[Ordered]:
     """Yield the ways to run a decision for which an order was found."""
     shape = replace(Shape.of(decision), order=())
     positions, micros = len(shape.workers), shape.micros
@@ -80,7 +85,7 @@ def ways_of(space: SearchSpace, decision: Decision, links: tuple[Edge, ...], sha
         recomputed, estimates, rooms = fit
         work = work_of(recomputed, estimates, links, shared, space.costs)
         busiest = max(sum(estimates[s].fwd_ns + estimates[s].bwd_ns for s in own) for own in shape.workers)
-        for first in SPLIT_FROM:
+        for first in SPLIT_FROM if not shape.homes else SPLIT_FROM[:1]:
             late = int(first * shape.stages)
             weight_ns = tuple([ns if s >= late else 0 for s, ns in enumerate(work.weight_ns)])
             own = replace(work, weight_ns=weight_ns)
@@ -88,7 +93,8 @@ def ways_of(space: SearchSpace, decision: Decision, links: tuple[Edge, ...], sha
             orders = listed(pipeline, RULES[0])
             played = replay(pipeline, orders) if orders is not None else None
             if played is not None:
-                yield Way(played.step_ns + (micros - short) * busiest, recomputed, own, rooms)
+                step_ns = played.step_ns + (micros - short) * busiest
+                yield Ordered(step_ns, recomputed, links, shared, own, rooms)
 
 
 def _fitted(

@@ -27,9 +27,9 @@ from autopart.passes.search.variants.searched import Ordered, listed_ways, with_
 
 SHAPES = 4
 """Plans of different shapes that are tried under other orders."""
-EFFORT, LISTED_EFFORT = 400_000, 300_000
+EFFORT, LISTED_EFFORT = 300_000, 150_000
 """Actions that may be simulated to compare named orders, and computes of the plans for which orders are listed."""
-ORDERED = 2
+ORDERED = 1
 """Plans, of those with listed orders, that get a searched one."""
 MOVES = 100_000
 """Computes that may be replayed to make one searched order shorter."""
@@ -100,12 +100,18 @@ def _evaluate_named(search: Search, fine: SearchSpace, shapes: list[Evaluation],
     effort = EFFORT
     for found in shapes:
         for way in allowed:
-            for candidate in _under(way, found, fine) if way.schedule != SEARCHED else ():
-                actions = actions_of(candidate)
-                if effort > actions or not search.fitting:
-                    effort -= actions
-                    search.evaluate(_space_of(candidate, found, fine), candidate)
+            actions = actions_of(_placed(way, found))
+            if way.schedule == SEARCHED or (actions > effort and search.fitting):
+                continue
+            for candidate in _under(way, found, fine):
+                effort -= actions
+                search.evaluate(_space_of(candidate, found, fine), candidate)
         search.tell("other orders")
+
+
+def _placed(way: Way, found: Evaluation) -> Candidate:
+    """Return the plan under another order, with cuts for one stage a rank."""
+    return replace(found.candidate, schedule=way.schedule, per_rank=way.per_rank, placement=way.placement)
 
 
 def _evaluate_searched(search: Search, fine: SearchSpace, shapes: list[Evaluation], allowed: list[Way]) -> None:
@@ -113,10 +119,10 @@ def _evaluate_searched(search: Search, fine: SearchSpace, shapes: list[Evaluatio
     effort, ways_found = LISTED_EFFORT, list[tuple[SearchSpace, Candidate, Ordered]]()
     for found in shapes:
         for way in allowed:
-            for candidate in _under(way, found, fine) if way.schedule == SEARCHED else ():
-                computes = 3 * candidate.stages * len(candidate.micro_rows)
-                if computes > effort and ways_found:
-                    continue
+            computes = 3 * _placed(way, found).stages * len(found.candidate.micro_rows)
+            if way.schedule != SEARCHED or (computes > effort and ways_found):
+                continue
+            for candidate in _under(way, found, fine):
                 effort -= computes
                 space = _space_of(candidate, found, fine)
                 ways_found += [(space, candidate, each) for each in listed_ways(space, candidate, found.decision.zero)]
@@ -149,7 +155,7 @@ def _under(way: Way, found: Evaluation, fine: SearchSpace) -> Iterator[Candidate
     slices = plan.token_slices or fine.request.fixed_slices
     if slices and (way.schedule == SEARCHED or not takes_slices(find(way.schedule))):
         return
-    plan = replace(plan, schedule=way.schedule, per_rank=way.per_rank, placement=way.placement)
+    plan = _placed(way, found)
     if way.per_rank == 1:
         yield plan
         return

@@ -67,7 +67,8 @@ def late(call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
     if not isinstance(call, torch._ops.OpOverload) or torch.Tag.pointwise not in call.tags or call._schema.is_mutable:
         return None
     leaves = pytree.tree_leaves((tuple(args), dict(kwargs)), is_leaf=_is_late)
-    shape = torch.broadcast_shapes(*[leaf.shape for leaf in leaves if isinstance(leaf, Late | torch.Tensor)])
+    shapes = [leaf.shape for leaf in leaves if isinstance(leaf, Late | torch.Tensor)]
+    shape = torch.Size(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
     return Late(call, tuple(args), kwargs, shape) if shape.numel() >= LARGE and shape[0] > 1 else None
 
 

@@ -30,11 +30,9 @@ CELLS = 64
 """Places between which a sequence may be cut."""
 EVEN_COUNTS = (2, 4, 8)
 """Numbers of even slices that are tried beside the dynamic program's."""
-EFFORT, LONGEST = 1_500_000, 400_000
+EFFORT, LONGEST = 1_500_000, 250_000
 """Actions that may be simulated in all, and of one plan with slices; where more micro-batches fill a longer program,
 slices have nothing left to fill."""
-LONG = 100_000
-"""Actions of a plan from which on more slices are tried under the schedule alone that was best with fewer."""
 WORTH = 0.97
 """Slices are chosen if the simulated step is below this part of the step with whole sequences: the gain has to pay for
 overheads of a slice that the simulation leaves out."""
@@ -49,26 +47,15 @@ def evaluate_slices(search: Search) -> None:
     for place, found in enumerate(search.finalists(SLICED)):
         others = _other_micros(search, found) if not place else ()
         for whole in (found, *_evened(search, found), *others):
-            leading: Evaluation | None = None
             for candidate in _sliced(whole):
                 actions = actions_of(candidate)
                 if actions > LONGEST or (effort < actions and search.fitting):
                     continue
-                if actions > LONG and leading is not None and _is_beaten(candidate, leading):
-                    continue
                 effort -= actions
                 sliced = search.evaluated(whole.space, candidate)
-                if sliced.fits and (leading is None or sliced.step_ns < leading.step_ns):
-                    leading = sliced
                 if sliced.step_ns < limit and sliced.fits:
                     search.evaluate(whole.space, candidate)
         search.tell("slices of sequences")
-
-
-def _is_beaten(candidate: Candidate, leading: Evaluation) -> bool:
-    """Return whether another schedule was fastest with other slices of the same plan."""
-    own = leading.candidate
-    return candidate.token_slices != own.token_slices and candidate.schedule != own.schedule
 
 
 def _evened(search: Search, found: Evaluation) -> list[Evaluation]:

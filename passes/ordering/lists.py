@@ -7,7 +7,8 @@ workers with 4 stages each), and an order planned without transfers is often the
 
 Micro-batches go through each stage in order, since they are alike.  A forward starts only if room stays for one
 micro-batch on each later stage of its worker, and a worker's stages take micro-batches in the order of the stages.  So
-the oldest unfinished micro-batch can always go on: what younger ones hold was let in with its room left free.
+the oldest unfinished micro-batch can always go on: what younger ones hold was let in with its room left free.  Where W
+keeps more than F held, room for one W more stays free of forwards; an I whose W has no room waits for other W to run.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class _List:
     """The state of all workers.
 
     At each stage: `at` has the next unit of each kind, `ready` when the input of each unit is there, and `owed` how
-    many messages it still waits for.  room: bytes that each worker has left.
+    many messages it still waits for.  room: bytes that each worker has left.  more: what W keeps beyond what F held.
     """
 
     def __init__(self, pipeline: Pipeline, rule: Rule) -> None:

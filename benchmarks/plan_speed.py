@@ -3,7 +3,7 @@
 Targets on a laptop's core, without imports: GPT-2 XL on 16 devices 10 s; Llama-8B on 64 devices 10 s, of which 2 s
 after
 capture; GPT-3 175B on 384 devices (as trained by Narayanan et al., "Efficient Large-Scale Language Model Training on
-GPU Clusters Using Megatron-LM", SC 2021) 25 s and 2 GB; Llama-3.1 405B, a batch of 2,048 x 8,192 tokens on 1,024
+GPU Clusters Using Megatron-LM", SC 2021) 35 s and 2 GB; Llama-3.1 405B, a batch of 2,048 x 8,192 tokens on 1,024
 devices 60 s, on 4,096 devices 120 s, both within 2 GB. Presets assume that kernels reach a share of their devices'
 peak rates (`files/presets.py`); the last model is also planned at peak rates, without such an assumption, and there
 also in 40 stages. Then growth with layers and with devices, which is expected to be linear in the layers (capture) and

@@ -83,18 +83,42 @@ def build(source: PlannerInput, cluster: Cluster, request: PlanRequest, watch: W
     check_stages(request, spaces[1].chain.n)
 
     def again(other: PlanRequest, machines: Cluster) -> Evaluation | None:
-        """Search under another request, for advice."""
+        """Plan under another request, for advice."""
         try:
-            return search(_spaces(source, fine, _estimator(source, machines, other), other)).best
+            found = _spaces(source, fine, _estimator(source, machines, other), other)
+            final = _chosen(source, fine, graph, machines, other, search(found), found)
         except (InfeasibleError, UsageError):
             return None
+        return final.evaluation if isinstance(final, Finalized) else None
 
     # Chains to evaluated candidates; no captured op is looked at on the way.
     found = search(spaces, watch)
     if not found.seen:
         raise infeasible_error(found.nearest, spaces[1], again)
     # The best of them to captured ops, over which it is costed once more: only there are clones counted exactly.
-    final, spare = finalize(found.seen, graph, estimator, spaces[1]), 0
+    final = _chosen(source, fine, graph, cluster, request, found, spaces, watch)
+    if not isinstance(final, Finalized):
+        raise infeasible_error(final, spaces[1], lambda other, machines: None)
+    # The proof does not depend on the search, so that it cannot repeat its errors.
+    report = _with_bounds(final, spaces, watch, orders=found.other_orders)
+    digests = graph.shape_digest(), graph.structure_digest()
+    return Plan(Provenance(*digests, source.torch_version, source.costs), final.decision, report)
+
+
+def _chosen(
+    source: PlannerInput,
+    fine: Graph,
+    graph: Graph,
+    cluster: Cluster,
+    request: PlanRequest,
+    found: Search,
+    spaces: Spaces,
+    watch: Watch | None = None,
+) -> Finalized | Evaluation | None:
+    """Return the preferred plan that a search found and that fits over captured ops; else the one that lacks least."""
+    if not found.seen:
+        return found.nearest
+    final, spare = finalize(found.seen, graph, _estimator(source, cluster, request), spaces[1]), 0
     for _ in range(TIGHTER):
         if isinstance(final, Finalized):
             break
@@ -105,13 +129,8 @@ def build(source: PlannerInput, cluster: Cluster, request: PlanRequest, watch: W
         seen = search(tighter, watch).seen
         if not seen:
             break
-        final = finalize(seen, graph, estimator, tighter[1])
-    if isinstance(final, Evaluation):
-        raise infeasible_error(final, spaces[1], lambda other, machines: None)
-    # The proof does not depend on the search, so that it cannot repeat its errors.
-    report = _with_bounds(final, spaces, watch, orders=found.other_orders)
-    digests = graph.shape_digest(), graph.structure_digest()
-    return Plan(Provenance(*digests, source.torch_version, source.costs), final.decision, report)
+        final = finalize(seen, graph, _estimator(source, cluster, request), tighter[1])
+    return final
 
 
 def search(spaces: Spaces, watch: Watch | None = None) -> Search:

@@ -98,7 +98,7 @@ class BlockChain:
         sizes = {p.name: p.size_bytes for p in blocks.params if p.trainable}
         most = [max((sizes.get(name, 0) for name in op.params), default=0) for op in blocks.ops]
         self.largest_trained = largest(np.array(most, dtype=np.int64))
-        self.cost_model = cost_model
+        self.captured, self.cost_model = captured, cost_model
         self._block_of_op = _block_of_op(blocks, captured)
         self._in_tail = _in_tail(captured, self._block_of_op.tolist())
         self._range_costs: dict[tuple[Size, int], RangeCosts] = {}

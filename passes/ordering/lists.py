@@ -7,7 +7,8 @@ workers with 4 stages each), and an order planned without transfers is often the
 
 Micro-batches go through each stage in order, since they are alike.  A forward starts only if room stays for one
 micro-batch on each later stage of its worker, and a worker's stages take micro-batches in the order of the stages.  So
-the oldest unfinished micro-batch can always go on: what younger ones hold was let in with its room left free.
+the oldest unfinished micro-batch can always go on: what younger ones hold was let in with its room left free.  Where W
+keeps more than F held, room for one W more stays free of forwards; an I whose W has no room waits for other W to run.
 """
 
 from __future__ import annotations
@@ -75,20 +76,20 @@ class _List:
     """The state of all workers.
 
     At each stage: `at` has the next unit of each kind, `ready` when the input of each unit is there, and `owed` how
-    many messages it still waits for.  room: bytes that each worker has left.
+    many messages it still waits for.  room: bytes that each worker has left.  more: what W keeps beyond what F held.
     """
 
     def __init__(self, pipeline: Pipeline, rule: Rule) -> None:
         self._pipeline, self._rule = pipeline, rule
         stages, self._micros = pipeline.stages, pipeline.micros
-        self._needed = [max(held, kept) for held, kept in zip(pipeline.held_bytes, pipeline.kept_bytes, strict=True)]
+        self._more = [max(0, kept - held) for held, kept in zip(pipeline.held_bytes, pipeline.kept_bytes, strict=True)]
         self._own = pipeline.own
         self._backwards = [own[::-1] if rule.deep else own for own in self._own]
         self._before, self._least_room = [-1] * stages, [0] * stages
         for own in self._own:
-            room = 0
+            room = max([self._more[s] for s in own], default=0)
             for place in reversed(range(len(own))):
-                room += self._needed[own[place]]
+                room += pipeline.held_bytes[own[place]]
                 self._least_room[own[place]] = room
                 self._before[own[place]] = own[place - 1] if place else -1
         received, returned = sources(pipeline.sends), sources(pipeline.returns)
@@ -129,7 +130,7 @@ class _List:
         waits = self._next_weights(worker)
         if waits >= 0 and room <= self._weights_below[worker]:
             return self._weights(worker, waits, now)
-        back, next_back = self._next_backward(worker, now)
+        back, next_back = self._next_backward(worker, now, room)
         ahead, next_ahead = self._next_forward(worker, now, room)
         if back >= 0 and (ahead < 0 or room <= self._back_below[worker]):
             return self._backward(worker, back, now)
@@ -149,12 +150,15 @@ class _List:
                 return stage
         return -1
 
-    def _next_backward(self, worker: int, now: int) -> tuple[int, int]:
-        """Return the stage whose I is ready, -1 if none is; and when the first one will be, as far as is known."""
+    def _next_backward(self, worker: int, now: int, room: int) -> tuple[int, int]:
+        """Return the stage whose I is ready, -1 if none is; and when the first one will be, as far as is known.
+
+        There has to be room for what W keeps, where that is more than I frees; else W has to run first.
+        """
         at, ready, owed, first = self._at["I"], self._ready["I"], self._owed["I"], NEVER
         for stage in self._backwards[worker]:
             unit = at[stage]
-            if unit < self._micros and not owed[stage][unit]:
+            if unit < self._micros and not owed[stage][unit] and self._more[stage] <= room:
                 if ready[stage][unit] <= now:
                     return stage, now
                 first = min(first, ready[stage][unit])
@@ -177,7 +181,7 @@ class _List:
     def _forward(self, worker: int, stage: int, now: int) -> int:
         unit, end = self._at["F"][stage], now + self._pipeline.fwd_ns[stage]
         self._begin("F", worker, stage, end)
-        self._room[worker] -= self._needed[stage]
+        self._room[worker] -= self._pipeline.held_bytes[stage]
         self._arrive("I", stage, unit, end, worker)
         self._send("F", self._pipeline.sends[stage], unit, end, worker)
         return end
@@ -186,7 +190,7 @@ class _List:
         unit, end = self._at["I"][stage], now + self._pipeline.input_ns[stage]
         whole = not self._pipeline.weight_ns[stage]
         self._begin("B" if whole else "I", worker, stage, end)
-        self._room[worker] += self._needed[stage] - (0 if whole else self._pipeline.kept_bytes[stage])
+        self._room[worker] += self._pipeline.held_bytes[stage] - (0 if whole else self._pipeline.kept_bytes[stage])
         self._send("I", self._pipeline.returns[stage], unit, end, worker)
         return end
 

@@ -38,6 +38,7 @@ class Candidate:
 
     bounds, widths, latency_ns, first: those of a `Partition`; widths are those of positions.  per_rank: stages of each
     position.  placement: ONE, LOOP or V.  order: computes of each worker (`Decision.order`); (): the schedule's own.
+    recompute: the groups of each stage with which the order was found; (): as memory demands.
     """
 
     bounds: tuple[int, ...]
@@ -51,6 +52,7 @@ class Candidate:
     per_rank: int = 1
     placement: str = ONE
     order: tuple[str, ...] = ()
+    recompute: tuple[tuple[tuple[str, ...], ...], ...] = ()
 
     @property
     def key(self) -> tuple[object, ...]:

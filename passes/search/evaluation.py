@@ -15,6 +15,7 @@ from autopart.ir.plan import Estimate
 from autopart.passes.program.routing import edges, tied
 from autopart.passes.search.candidate import Candidate
 from autopart.passes.search.layout import in_proportion
+from autopart.passes.search.memory.jointly import fitted_jointly
 from autopart.passes.search.memory.recomputation import recomputed_stage
 from autopart.passes.search.memory.together import Fitted, fitted_together
 from autopart.passes.search.space import SearchSpace, Watch
@@ -104,14 +105,10 @@ def fitted(space: SearchSpace, candidate: Candidate, zero: int, spare_bytes: Seq
 def staged(space: SearchSpace, candidate: Candidate, zero: int) -> Decision:
     """Return the decision of a candidate over blocks, without what memory demands.  O(blocks)."""
     request, names = space.request, [op.name for op in space.chain.blocks.ops]
+    asked = candidate.recompute or [space.asked_of(names[a:b]) for a, b in pairwise(candidate.bounds)]
     stages = tuple(
-        Stage(
-            tuple(names[a:b]),
-            ranks,
-            space.asked_of(names[a:b]),
-            policy=request.policy if len(ranks) > 1 else "split",
-        )
-        for (a, b), ranks in zip(pairwise(candidate.bounds), candidate.ranks, strict=True)
+        Stage(tuple(names[a:b]), ranks, groups, policy=request.policy if len(ranks) > 1 else "split")
+        for (a, b), ranks, groups in zip(pairwise(candidate.bounds), candidate.ranks, asked, strict=True)
     )
     return Decision(
         space.costs.cluster.world,
@@ -151,7 +148,8 @@ def _fit(space: SearchSpace, decision: Decision, spare_bytes: Sequence[int]) -> 
         if len(stages_together(decision)) == len(decision.stages):
             over = [s for s in every_stage if found.excess[s] > 0]
             return measured(recomputing(found.decision, over, spare_bytes))
-        return fitted_together(found, recomputing, measured, estimator)
+        jointly = fitted_jointly(space, found, measured, spare_bytes)
+        return jointly or fitted_together(found, recomputing, measured, estimator)
     return found
 
 

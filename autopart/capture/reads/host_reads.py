@@ -33,8 +33,6 @@ from autopart.ir.errors import BatchError, CaptureError, RefusedError
 _aten = torch.ops.aten
 _MOST = 512
 """Numbers that a model may read from one batch: each is kept, and read again from every batch."""
-_FEW = 2
-"""Rows for which constant masks of a model without weights are worked out."""
 
 
 class WholeBatchAsked(Exception):
@@ -216,28 +214,10 @@ class Asker:
                 return None
             form = question.form
             if form not in self._about_masks:
-                few = None if question.inputs else self._answer_at_few_rows(question)
-                self._about_masks[form] = bool(self._answer(question) if few is None else few)
+                self._about_masks[form] = bool(self._answer(question))
             return self._about_masks[form]
 
         return self.masks.without(proxy.proxy.node, args, kwargs, ask, origins.is_written)
-
-    def _answer_at_few_rows(self, question: Question) -> bool | None:
-        """Return what a mask hides that no input changes, worked out for a few rows; None where that cannot be told.
-
-        Only for models without weights, which are planned and not run: they are traced at many rows (`infer_size`), at
-        which the mask of a long sequence would take gigabytes."""
-        meta = any(parameter.is_meta for parameter in self._model.parameters())
-        if not meta or self._rows is None or self._rows <= _FEW:
-            return None
-        few = question.at_rows(self._rows, _FEW)
-        if few is question:
-            return None
-        try:
-            with _untraced():
-                return bool(Reader((), self._device).answer(few))
-        except (RuntimeError, TypeError, ValueError, IndexError):  # an op may refuse the other size
-            return None
 
     def _has_numbers(self, question: Question) -> bool:
         """Return whether the numbers that decide about an attention mask are those of the whole batch, and known."""

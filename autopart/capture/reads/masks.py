@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
 from autopart.capture.batch.batch import Batch
+from autopart.capture.reads.late import different_rows
 from autopart.capture.reads.mask_parts import (
     HIDES,
     Ask,
@@ -135,12 +136,16 @@ class _AllShown:
     """Asks whether masks hide nothing.  hides: for each mask, whether True hides a key."""
 
     hides: tuple[bool, ...]
+    takes_late: ClassVar[bool] = True
 
-    def __call__(self, *masks: torch.Tensor) -> bool:
-        """Return whether the masks hide nothing.  Waits for the device once."""
-        pairs = list(zip(map(_distinct, masks), self.hides, strict=True))
+    def __call__(self, *masks: Any) -> bool:
+        """Return whether the masks hide nothing.  Waits for the device once, or for each different row."""
+        return all(self._shown(*rows) for rows in different_rows(masks))
+
+    def _shown(self, *masks: torch.Tensor) -> bool:
+        pairs = list(zip(masks, self.hides, strict=True))
         if len(pairs) == 1:
-            return not bool(pairs[0][0].any()) if self.hides[0] else bool(_shows(pairs[0][0], hides=False).all())
+            return not bool(masks[0].any()) if self.hides[0] else bool(_shows(masks[0], hides=False).all())
         return bool(torch.stack([_shows(mask, hides=hides).all() for mask, hides in pairs]).all())
 
 
@@ -153,27 +158,22 @@ class _Triangle:
 
     tokens: int
     hides: tuple[bool, ...]
+    takes_late: ClassVar[bool] = True
 
-    def __call__(self, *masks: torch.Tensor) -> bool:
+    def __call__(self, *masks: Any) -> bool:
         """Return whether the masks together hide just that; they are broadcast against each other."""
+        return all(self._hide_later_tokens(*rows) for rows in different_rows(masks))
+
+    def _hide_later_tokens(self, *masks: torch.Tensor) -> bool:
         pair = self.tokens, self.tokens
         earlier = torch.ones(pair, dtype=torch.bool, device=masks[0].device).tril()
         shown = torch.ones((), dtype=torch.bool, device=masks[0].device)
         known = shown  # whether each number shows or hides
-        for mask, hides in zip(map(_distinct, masks), self.hides, strict=True):
+        for mask, hides in zip(masks, self.hides, strict=True):
             shown = shown & _shows(mask, hides=hides)
             if mask.dtype is not torch.bool:
                 known = known & ((mask == 0) | (mask <= HIDES)).all()
         return bool((shown == earlier).all() & known)
-
-
-def _distinct(mask: torch.Tensor) -> torch.Tensor:
-    """Return a mask with one entry along dimensions in which it is expanded: the mask of a batch of rows takes as much
-    memory as there are rows where it is compared."""
-    for dim, (size, stride) in enumerate(zip(mask.shape, mask.stride(), strict=True)):
-        if size > 1 and stride == 0:
-            mask = mask.narrow(dim, 0, 1)
-    return mask
 
 
 def _shows(mask: torch.Tensor, *, hides: bool) -> torch.Tensor:

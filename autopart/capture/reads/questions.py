@@ -17,11 +17,11 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from autopart.capture.reads.late import late, whole
+
 _HOST = torch.device("cpu")
 _EXACT = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 """Types whose arithmetic is the same on every device."""
-_HUGE = 1 << 40
-"""Larger numbers are not sizes: `x[a:]` has the end 2**63 - 1."""
 
 
 @dataclass(frozen=True)
@@ -66,23 +66,6 @@ class Question:
         """The tensors that it reads and that are neither inputs nor results."""
         return tuple(step.args[0] for step in self.steps if step.call is torch.clone and torch.is_tensor(step.args[0]))
 
-    def at_rows(self, rows: int, others: int) -> Question:
-        """Return the question at another number of rows, where every whole number on the way is either `rows` or no
-        multiple of it; else itself."""
-        numbers = [leaf for step in self.steps for leaf in pytree.tree_leaves((step.args, dict(step.kwargs)))]
-        sizes = {abs(leaf) for leaf in numbers if isinstance(leaf, int) and not isinstance(leaf, bool)}
-        if any(size and size != rows and size % rows == 0 and size < _HUGE for size in sizes):
-            return self
-
-        def changed(leaf: Any) -> Any:
-            return others if type(leaf) is int and leaf == rows else leaf
-
-        steps = [
-            replace(step, args=pytree.tree_map(changed, step.args), kwargs=pytree.tree_map(changed, dict(step.kwargs)))
-            for step in self.steps
-        ]
-        return replace(self, steps=tuple(steps))
-
     @property
     def form(self) -> str:
         """A text that is equal for questions with the same answer, such as those of layers that build equal masks."""
@@ -126,17 +109,27 @@ class Reader:
         """Return the Python value that was asked for.  Earlier questions must have been answered first."""
         place = self.place(question)
         with torch.no_grad():
+            if question.writes:  # to what others are made of
+                self._results = {key: whole(result) for key, result in self._results.items()}
             for step in question.steps:
                 if (place, step.number) not in self._results:
-                    self._results[place, step.number] = self._run(step, place)
-            return question.read(*self._filled(question.args, place))
+                    self._results[place, step.number] = self._run(step, place, question)
+            args = self._filled(question.args, place)
+            if not getattr(question.read, "takes_late", False):
+                args = pytree.tree_map(whole, args)
+            return question.read(*args)
 
-    def _run(self, step: _Step, place: torch.device) -> Any:
+    def _run(self, step: _Step, place: torch.device, question: Question) -> Any:
         if step.call is None:
             return self._tensors[step.args[0]].detach().to(place, copy=self._copies)
         if step.call is torch.clone:
             return step.args[0].to(place, copy=True)
-        return step.call(*self._filled(step.args, place), **self._filled(dict(step.kwargs), place))
+        args, kwargs = self._filled(step.args, place), self._filled(dict(step.kwargs), place)
+        found = late(step.call, args, kwargs)
+        if found is not None and question.exact and not question.writes:
+            return found
+        args, kwargs = pytree.tree_map(whole, (args, kwargs))
+        return step.call(*args, **kwargs)
 
     def _filled(self, value: Any, place: torch.device) -> Any:
         def fill(leaf: Any) -> Any:

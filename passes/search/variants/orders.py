@@ -21,16 +21,22 @@ from autopart.passes.program.schedules import find, takes_slices
 from autopart.passes.search.candidate import COMPUTE_NS, Candidate
 from autopart.passes.search.evaluation import Evaluation, Search
 from autopart.passes.search.refinement import actions_of
-from autopart.passes.search.space import ORDERS, PlanRequest, SearchSpace, is_other
+from autopart.passes.search.space import ORDERS, PER_RANK, PlanRequest, SearchSpace, is_other
 from autopart.passes.search.variants.even_cuts import even_bounds, levelled, shortest_bounds
-from autopart.passes.search.variants.searched import with_orders
+from autopart.passes.search.variants.finer import finer_space
+from autopart.passes.search.variants.searched import Ordered, listed_ways, with_order
 
 SHAPES = 4
 """Plans of different shapes that are tried under other orders."""
-EFFORT, SEARCHED_EFFORT = 1_000_000, 100_000
-"""Actions that may be simulated to compare named orders, and computes of the plans for which orders are searched."""
+EFFORT, LISTED_EFFORT = 300_000, 150_000
+"""Actions that may be simulated to compare named orders, and computes of the plans for which orders are listed."""
+ORDERED = 1
+"""Plans, of those with listed orders, that get a searched one."""
 MOVES = 100_000
 """Computes that may be replayed to make one searched order shorter."""
+PER_STAGE, MOST_BLOCKS = 8, 1024
+"""Blocks per stage, and the most, from which stages of ranks with two of them are made: with fewer the loads of ranks
+differ by more than the bubble that is saved (GPT-3 on 48 ranks with 4 blocks a stage: by 15 %)."""
 LITTLE = 0.03
 """A plan of which less is idle is not tried under other orders, where the planner may choose."""
 
@@ -72,6 +78,9 @@ def evaluate_orders(search: Search, fine: SearchSpace) -> None:
     request, allowed = fine.request, ways(fine.request)
     shapes = [found for found in search.finalists(SHAPES) if _may_gain(found, fine)] if allowed else []
     search.other_orders = bool(shapes)
+    most = max([len(found.candidate.widths) for found in shapes], default=0)
+    if PER_RANK[0] * most * PER_STAGE > fine.chain.n:
+        fine = finer_space(fine, min(MOST_BLOCKS, PER_RANK[0] * most * PER_STAGE))
     _evaluate_named(search, fine, shapes, allowed)
     _evaluate_searched(search, fine, shapes, allowed)
     if not request.is_free:
@@ -92,26 +101,37 @@ def _evaluate_named(search: Search, fine: SearchSpace, shapes: list[Evaluation],
     effort = EFFORT
     for found in shapes:
         for way in _promising(allowed, found, search, fine):
-            for candidate in _under(way, found, fine) if way.schedule != SEARCHED else ():
-                effort -= actions_of(candidate)
-                if effort > 0 or not search.fitting:
-                    search.evaluate(_space_of(candidate, found, fine), candidate)
+            actions = actions_of(_placed(way, found))
+            if way.schedule == SEARCHED or (actions > effort and search.fitting):
+                continue
+            for candidate in _under(way, found, fine):
+                effort -= actions
+                search.evaluate(_space_of(candidate, found, fine), candidate)
         search.tell("other orders")
 
 
+def _placed(way: Way, found: Evaluation) -> Candidate:
+    """Return the plan under another order, with cuts for one stage a rank."""
+    return replace(found.candidate, schedule=way.schedule, per_rank=way.per_rank, placement=way.placement)
+
+
 def _evaluate_searched(search: Search, fine: SearchSpace, shapes: list[Evaluation], allowed: list[Way]) -> None:
-    effort, first = SEARCHED_EFFORT, True
+    """Evaluate the plans whose listed orders are shortest, with orders searched for each of them."""
+    effort, ways_found = LISTED_EFFORT, list[tuple[SearchSpace, Candidate, Ordered]]()
     for found in shapes:
         for way in _promising(allowed, found, search, fine):
-            for candidate in _under(way, found, fine) if way.schedule == SEARCHED else ():
-                computes = 3 * candidate.stages * len(candidate.micro_rows)
-                if computes > effort and not first:
-                    continue
-                effort, first = effort - computes, False
+            computes = 3 * _placed(way, found).stages * len(found.candidate.micro_rows)
+            if way.schedule != SEARCHED or (computes > effort and ways_found):
+                continue
+            for candidate in _under(way, found, fine):
+                effort -= computes
                 space = _space_of(candidate, found, fine)
-                below = _to_beat(search, fine)
-                for ordered in with_orders(space, candidate, found.decision.zero, MOVES, below_ns=below):
-                    search.evaluate(space, ordered)
+                known = listed_ways(space, candidate, found.decision.zero, _to_beat(search, fine))
+                ways_found += [(space, candidate, each) for each in known]
+        search.tell("listed orders")
+    ways_found.sort(key=lambda known: known[2].step_ns)
+    for space, candidate, each in ways_found[:ORDERED]:
+        search.evaluate(space, with_order(space, candidate, each, MOVES))
         search.tell("searched orders")
 
 
@@ -125,11 +145,11 @@ def _promising(allowed: list[Way], found: Evaluation, search: Search, fine: Sear
 
     However it is ordered, the busiest position does all its work, and the last one waits until the first forward has
     come to it, through stages that are shorter the more of them there are on a rank.  O(ways * stages)."""
-    micros, positions = len(found.candidate.micro_rows), found.stages
+    micros = len(found.candidate.micro_rows)
     busiest = micros * max(e.fwd_ns + e.bwd_ns for e in found.estimates)
     ahead = sum(e.fwd_ns for e in found.estimates[:-1]) / max(1, len(found.candidate.token_slices))
     for way in allowed:
-        if busiest + ahead / way.per_rank < _to_beat(search, fine) or positions < 2:
+        if busiest + ahead / way.per_rank < _to_beat(search, fine):
             yield way
 
 
@@ -155,7 +175,7 @@ def _under(way: Way, found: Evaluation, fine: SearchSpace) -> Iterator[Candidate
     slices = plan.token_slices or fine.request.fixed_slices
     if slices and (way.schedule == SEARCHED or not takes_slices(find(way.schedule))):
         return
-    plan = replace(plan, schedule=way.schedule, per_rank=way.per_rank, placement=way.placement)
+    plan = _placed(way, found)
     if way.per_rank == 1:
         yield plan
         return

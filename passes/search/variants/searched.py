@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from autopart.ir.decision import Decision, Stage
+from autopart.ir.decision import Decision
 from autopart.ir.plan import Estimate
 from autopart.ir.program import Edge
 from autopart.passes.ordering.bound import bound_ns
@@ -25,12 +25,12 @@ from autopart.passes.program.orders import Shape
 from autopart.passes.program.routing import Tied, edges, tied
 from autopart.passes.search.candidate import Candidate
 from autopart.passes.search.evaluation import staged
-from autopart.passes.search.memory.recomputation import recomputed_stage
+from autopart.passes.search.memory.jointly import Choice, recomputed_jointly
 from autopart.passes.search.space import SearchSpace
 from autopart.passes.simulation.estimate import work_of
 from autopart.passes.simulation.rank_memory import own_bytes, stages_together
 from autopart.passes.simulation.simulate import Work
-from autopart.passes.simulation.stage_costs import StageContext, stage_contexts
+from autopart.passes.simulation.stage_costs import stage_contexts
 
 HELD = (1.0, 0.6, 0.35)
 """Micro-batches that a rank holds, as parts of what it holds under 1F1B, for which recomputation is chosen."""
@@ -40,38 +40,41 @@ FILLED = 2
 """Micro-batches per position of the shorter step on which plans are compared."""
 
 
-class Way(NamedTuple):
+class Ordered(NamedTuple):
     """A way to run a plan: about the nanoseconds of its step, and what its order is searched for."""
 
     step_ns: int
     decision: Decision
+    links: tuple[Edge, ...]
+    tied: Tied
     work: Work
     room_bytes: tuple[int, ...]
 
 
-def with_orders(
-    space: SearchSpace, plan: Candidate, zero: int, effort: int, *, most: int = 1, below_ns: float = math.inf
-) -> list[Candidate]:
-    """Return the plan with orders for the `most` most promising ways to run it.
+def with_order(space: SearchSpace, plan: Candidate, way: Ordered, effort: int) -> Candidate:
+    """Return the plan with an order for one of its ways, and with what is recomputed there.
 
-    zero: whether replicas share the optimizer state.  effort: computes that may be replayed for each to improve it.
-    below_ns: ways of which no order takes less are left out.
+    effort: computes that may be replayed to improve the order.
+    """
+    shape, ranks = replace(Shape.of(way.decision), order=()), [stage.ranks for stage in way.decision.stages]
+    order = search_order(shape, way.links, way.tied, ranks, way.work, room_bytes=way.room_bytes, effort=effort).order
+    return replace(plan, order=order, recompute=tuple([stage.recompute for stage in way.decision.stages]))
+
+
+def listed_ways(space: SearchSpace, plan: Candidate, zero: int, below_ns: float = math.inf) -> list[Ordered]:
+    """Return the ways to run a plan for which an order was found, the fastest first.
+
+    zero: whether replicas share the optimizer state.  below_ns: ways of which no order takes less are left out.
     """
     decision = staged(space, plan, zero)
     links = edges(decision, space.chain.blocks)
     shared = tied(decision, space.chain.blocks) if space.may_be_tied else ()
-    ranks = [stage.ranks for stage in decision.stages]
-    found = []
-    for way in sorted(ways_of(space, decision, links, shared, below_ns), key=lambda way: way.step_ns)[:most]:
-        shape = replace(Shape.of(way.decision), order=())
-        order = search_order(shape, links, shared, ranks, way.work, room_bytes=way.room_bytes, effort=effort).order
-        found.append(replace(plan, order=order))
-    return found
+    return sorted(_ways_of(space, decision, links, shared, below_ns), key=lambda way: way.step_ns)
 
 
-def ways_of(
-    space: SearchSpace, decision: Decision, links: tuple[Edge, ...], shared: Tied, below_ns: float = math.inf
-) -> Iterator[Way]:
+def _ways_of(
+    space: SearchSpace, decision: Decision, links: tuple[Edge, ...], shared: Tied, below_ns: float
+) -> Iterator[Ordered]:
     """Yield the ways to run a decision for which an order was found, and some order may take less than `below_ns`."""
     shape = replace(Shape.of(decision), order=())
     positions, micros = len(shape.workers), shape.micros
@@ -86,7 +89,7 @@ def ways_of(
         recomputed, estimates, rooms = fit
         work = work_of(recomputed, estimates, links, shared, space.costs)
         busiest = max(sum(estimates[s].fwd_ns + estimates[s].bwd_ns for s in own) for own in shape.workers)
-        for first in SPLIT_FROM:
+        for first in SPLIT_FROM if not shape.homes else SPLIT_FROM[:1]:
             late = int(first * shape.stages)
             weight_ns = tuple([ns if s >= late else 0 for s, ns in enumerate(work.weight_ns)])
             own = replace(work, weight_ns=weight_ns)
@@ -97,7 +100,8 @@ def ways_of(
             orders = listed(pipeline, RULES[0])
             played = replay(pipeline, orders) if orders is not None else None
             if played is not None:
-                yield Way(played.step_ns + (micros - short) * busiest, recomputed, own, rooms)
+                step_ns = played.step_ns + (micros - short) * busiest
+                yield Ordered(step_ns, recomputed, links, shared, own, rooms)
 
 
 def _fitted(
@@ -106,33 +110,26 @@ def _fitted(
     """Return the decision with as much recomputed as if its stages held so many micro-batches, its estimates and the
     bytes that each worker has for what it holds; None if that is nothing."""
     estimator, decision = space.costs, replace(decision, schedule="gpipe")
+    known = stage_contexts(decision, links, estimator)
+    contexts = [replace(context, live=live, counts=()) for context, live in zip(known, held, strict=True)]
+    stages, rooms = [context.stage for context in contexts], []
+    estimates = [estimator.stage(context) for context in contexts]
+    for own in stages_together(decision):
+        limit = estimator.cluster.least_memory_bytes(decision.stages[own[0]].ranks)
+        limit -= sum([own_bytes(contexts[s], estimates[s]) for s in own])
+        live = [held[s] for s in own]
 
-    def contexts(of: Decision) -> list[StageContext]:
-        known = stage_contexts(of, links, estimator)
-        return [replace(context, live=live, counts=()) for context, live in zip(known, held, strict=True)]
+        def left(choices: list[Choice], limit: int = limit) -> int:
+            return limit - max([choice.estimate.workspace_bytes for choice in choices])
 
-    def rooms(known: Sequence[StageContext], estimates: Sequence[Estimate]) -> list[int]:
-        found = []
-        for stages in stages_together(decision):
-            limit = estimator.cluster.least_memory_bytes(decision.stages[stages[0]].ranks)
-            taken = sum(own_bytes(known[s], estimates[s]) for s in stages)
-            found.append(limit - taken - max(estimates[s].workspace_bytes for s in stages))
-        return found
+        def fits(choices: list[Choice], live: Sequence[int] = live, limit: int = limit) -> bool:
+            sizes = [choice.estimate.activation_bytes for choice in choices]
+            return sum([count * size for count, size in zip(live, sizes, strict=True)]) <= left(choices, limit)
 
-    whole = contexts(decision)
-    estimates = [estimator.stage(context) for context in whole]
-    chosen: list[Stage] = [context.stage for context in whole]
-    if space.request.may_recompute:
-        for stages, room in zip(stages_together(decision), rooms(whole, estimates), strict=True):
-            wanted = sum(held[s] * estimates[s].activation_bytes for s in stages)
-            for s in stages if wanted > room else ():
-                e = estimates[s]
-                limit = estimator.cluster.least_memory_bytes(decision.stages[s].ranks)
-                share = held[s] * e.activation_bytes * max(0, room) // wanted
-                spare = limit - own_bytes(whole[s], e) - e.workspace_bytes - share
-                chosen[s] = recomputed_stage(space, whole[s], spare)
-    fit = replace(decision, stages=tuple(chosen))
-    known = contexts(fit)
-    estimates = [estimator.stage(context) for context in known]
-    left = rooms(known, estimates)
-    return (fit, tuple(estimates), tuple(left)) if min(left) > 0 else None
+        found = recomputed_jointly(space, [contexts[s] for s in own], fits)
+        if found is None or left(found, limit) <= 0:
+            return None
+        rooms.append(left(found, limit))
+        for s, choice in zip(own, found, strict=True):
+            stages[s], estimates[s] = choice.stage, choice.estimate
+    return replace(decision, stages=tuple(stages)), tuple(estimates), tuple(rooms)

@@ -193,3 +193,19 @@ def test_named_orders_of_a_shape_are_those_of_the_schedules() -> None:
         orders = list(worker_orders(find(name), case.shape))
         assert (name in found) == fits(pipeline, orders)
     assert "1f1b" not in found and "interleaved" not in found
+
+
+def test_a_list_keeps_little_room_for_what_w_keeps() -> None:
+    """Where recomputation makes W keep more than F, memory for one W suffices, and more of it only delays W."""
+    stages, micros, held, kept = 4, 8, 2, 10
+    way = tuple(((s + 1, 0),) if s + 1 < stages else () for s in range(stages))
+    back = tuple(((s - 1, 0),) if s else () for s in range(stages))
+    alike = (1,) * stages
+    sizes = (held,) * stages, (kept,) * stages
+    room = (stages * held + kept,) * stages
+    pipeline = Pipeline(micros, tuple(range(stages)), alike, alike, alike, *sizes, way, back, room)
+    for rule in RULES:
+        orders = listed(pipeline, rule)
+        assert orders is not None and fits(pipeline, orders)
+    played = replay(pipeline, listed(pipeline, RULES[1]) or [])
+    assert played is not None and played.step_ns <= 3 * (micros + stages - 1)  # as 1F1B, which holds as much

@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 from support.languages.graphs import cluster, graph, layers, plan_of, source
 from support.oracles.planner_oracle import Kind, Problem, fits, problem
@@ -101,6 +101,7 @@ def tight(random: Random) -> Problem:
 
 
 @settings(max_examples=3)
+@example(Random(12195))  # two stages are faster, one is preferred
 @given(st.randoms(use_true_random=True))
 def test_proposed_change_fits(random: Random) -> None:
     event(re.sub(r"[\d.]+", "N", check(tight(random))))

@@ -117,14 +117,14 @@ def _placed(way: Way, found: Evaluation) -> Candidate:
 
 def _evaluate_searched(search: Search, fine: SearchSpace, shapes: list[Evaluation], allowed: list[Way]) -> None:
     """Evaluate the plans whose listed orders are shortest, with orders searched for each of them."""
-    effort, ways_found = LISTED_EFFORT, list[tuple[SearchSpace, Candidate, Ordered]]()
+    effort, tried, ways_found = LISTED_EFFORT, False, list[tuple[SearchSpace, Candidate, Ordered]]()
     for found in shapes:
         for way in _promising(allowed, found, search, fine):
             computes = 3 * _placed(way, found).stages * len(found.candidate.micro_rows)
-            if way.schedule != SEARCHED or (computes > effort and ways_found):
+            if way.schedule != SEARCHED or (computes > effort and tried):
                 continue
             for candidate in _under(way, found, fine):
-                effort -= computes
+                effort, tried = effort - computes, True
                 space = _space_of(candidate, found, fine)
                 known = listed_ways(space, candidate, found.decision.zero, _to_beat(search, fine))
                 ways_found += [(space, candidate, each) for each in known]

@@ -125,8 +125,8 @@ class Reader:
         if step.call is torch.clone:
             return step.args[0].to(place, copy=True)
         args, kwargs = self._filled(step.args, place), self._filled(dict(step.kwargs), place)
-        found = late(step.call, args, kwargs)
-        if found is not None and question.exact and not question.writes:
+        found = late(step.call, args, kwargs) if question.exact and not question.writes else None
+        if found is not None:
             return found
         args, kwargs = pytree.tree_map(whole, (args, kwargs))
         return step.call(*args, **kwargs)

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from autopart.files.checkpoints.tensor_files import Written, hashed, plain_name
+from autopart.files.checkpoints.tensor_files import AGAIN, Written, hashed, plain_name
 from autopart.files.json_text import parse_json
 from autopart.files.reading import malformed, named, problems_of, read_text, unreadable
 from autopart.files.storage import write_whole
@@ -17,7 +17,6 @@ from autopart.ir.errors import CheckpointError
 
 NAME = "checkpoint.json"
 VERSION = 1
-_AGAIN = "use another checkpoint, or copy this one again from where it is whole"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +82,7 @@ def write_document(folder: Path, document: Document) -> None:
 
 def read_document(folder: Path) -> Document:
     """Read and validate `checkpoint.json` of a checkpoint's folder.  Raises CheckpointError."""
-    with named(folder / NAME, CheckpointError, _AGAIN):
+    with named(folder / NAME, CheckpointError, AGAIN):
         text = read_text(folder / NAME)
         found = parse_json(text)
         if isinstance(found, dict) and found.get("version") != VERSION:
@@ -117,11 +116,11 @@ def check_file(folder: Path, name: str, written: Written) -> None:
             f"{name} {'is missing' if missing else 'cannot be read'}",
             where=str(path),
             why="" if missing else str(error),
-            fix=_AGAIN,
+            fix=AGAIN,
         ) from error
     why = (
         f"it has {size} bytes, and had {written.size_bytes}"
         if size != written.size_bytes
         else "its SHA-256 is another than when it was written"
     )
-    raise CheckpointError(f"{name} was changed since it was written", where=str(path), why=why, fix=_AGAIN)
+    raise CheckpointError(f"{name} was changed since it was written", where=str(path), why=why, fix=AGAIN)

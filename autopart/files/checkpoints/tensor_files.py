@@ -24,7 +24,8 @@ from autopart.ir.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 """The file that says in which file of a folder each tensor is, as Hugging Face's loaders read it."""
-_AGAIN = "use another checkpoint, or copy this one again from where it is whole"
+AGAIN = "use another checkpoint, or copy this one again from where it is whole"
+"""What to do about a file that was changed or is missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ class TensorFiles:
                 for name in file.keys():  # noqa: SIM118 - not a mapping
                     if name in self.by_name:
                         raise CheckpointError(
-                            f"tensor {name} is in two files", where=f"{self.by_name[name].file} and {path}", fix=_AGAIN
+                            f"tensor {name} is in two files", where=f"{self.by_name[name].file} and {path}", fix=AGAIN
                         )
                     part = file.get_slice(name)
                     dtype = _DTYPES.get(part.get_dtype())
@@ -98,15 +99,13 @@ class TensorFiles:
         for name, file_name in (index or {}).items():
             found = self.by_name.get(name)
             if found is None or found.file.name != file_name:
-                raise CheckpointError(
-                    f"tensor {name} is missing", where=file_name, why="the index names it", fix=_AGAIN
-                )
+                raise CheckpointError(f"tensor {name} is missing", where=file_name, why="the index names it", fix=AGAIN)
 
     def read(self, name: str) -> torch.Tensor:
         """Return a tensor, in host memory of its own.  Raises CheckpointError."""
         stored = self.by_name.get(name)
         if stored is None:
-            raise CheckpointError(f"tensor {name} is missing", fix=_AGAIN)
+            raise CheckpointError(f"tensor {name} is missing", fix=AGAIN)
         with _opened(stored.file) as file:
             tensor: torch.Tensor = file.get_tensor(name)
             return tensor
@@ -116,7 +115,7 @@ class TensorFiles:
         by_file: dict[Path, list[str]] = {}
         for name in names:
             if name not in self.by_name:
-                raise CheckpointError(f"tensor {name} is missing", fix=_AGAIN)
+                raise CheckpointError(f"tensor {name} is missing", fix=AGAIN)
             by_file.setdefault(self.by_name[name].file, []).append(name)
         for path, wanted in by_file.items():
             with _opened(path) as file:
@@ -146,7 +145,7 @@ def open_tensors(path: str | os.PathLike[str]) -> TensorFiles:
 
 def read_index(path: Path) -> dict[str, str]:
     """Return the file name of each tensor as an index says.  Raises CheckpointError, also for a name with a folder."""
-    with named(path, CheckpointError, _AGAIN):
+    with named(path, CheckpointError, AGAIN):
         found = parse_json(read_text(path))
         files = found.get("weight_map") if isinstance(found, dict) else None
         if not isinstance(files, dict) or not files:
@@ -173,7 +172,7 @@ def _opened(path: Path) -> Iterator[Any]:
             f"{path.name} is missing" if missing else f"{path.name} cannot be read",
             where=str(path),
             why="" if missing else str(error),
-            fix=_AGAIN,
+            fix=AGAIN,
         ) from error
 
 

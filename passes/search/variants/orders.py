@@ -129,7 +129,7 @@ def _evaluate_searched(search: Search, fine: SearchSpace, shapes: list[Evaluatio
             for candidate in _under(way, found, fine):
                 effort, tried = effort - computes, True
                 space = _space_of(candidate, found, fine)
-                below = math.inf if actions_of(candidate) < SMALL else _to_beat(search, fine)
+                below = _to_beat(search, fine, candidate)
                 known = listed_ways(space, candidate, found.decision.zero, below)
                 ways_found += [(space, candidate, each) for each in known]
         search.tell("listed orders")
@@ -139,9 +139,11 @@ def _evaluate_searched(search: Search, fine: SearchSpace, shapes: list[Evaluatio
         search.tell("searched orders")
 
 
-def _to_beat(search: Search, fine: SearchSpace) -> float:
-    """Return the step that another order has to stay below, where the planner may choose; else infinite."""
-    return search.best_ns if search.fitting and fine.request.schedule == "auto" else math.inf
+def _to_beat(search: Search, fine: SearchSpace, candidate: Candidate) -> float:
+    """Return the step that a plan under another order has to stay below to be compared: infinite where an order is
+    asked for, or where comparing is quick."""
+    free = search.fitting and fine.request.schedule == "auto" and actions_of(candidate) >= SMALL
+    return search.best_ns if free else math.inf
 
 
 def _promising(allowed: list[Way], found: Evaluation, search: Search, fine: SearchSpace) -> Iterator[Way]:
@@ -156,7 +158,7 @@ def _promising(allowed: list[Way], found: Evaluation, search: Search, fine: Sear
             micros * (e.fwd_ns + e.bwd_ns) + before / way.per_rank
             for e, before in zip(found.estimates, ahead, strict=True)
         )
-        if least < _to_beat(search, fine) or actions_of(_placed(way, found)) < SMALL:
+        if least < _to_beat(search, fine, _placed(way, found)):
             yield way
 
 

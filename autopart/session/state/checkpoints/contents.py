@@ -77,11 +77,16 @@ def contents_of(
 def own_state(session: Session) -> dict[str, torch.Tensor]:
     """Return the parameters and persistent buffers of this rank's model, tied ones once under the first name that the
     plan uses.  What other ranks train has old values here."""
-    captures, tied = session.captures, session.tied
+    captures = session.captures
+    state = captures.trained.state_dict()
+    return tied_once({name: tensor for name, tensor in state.items() if captures.is_own(name, tensor)}, session.tied)
+
+
+def tied_once(state: Mapping[str, torch.Tensor], tied: Mapping[str, str]) -> dict[str, torch.Tensor]:
+    """Return a state with one entry for tied tensors.  tied: first name of each tied tensor, by its other names."""
     found: dict[str, torch.Tensor] = {}
-    for name, tensor in captures.trained.state_dict().items():
-        if captures.is_own(name, tensor):
-            found.setdefault(tied.get(name, name), tensor)
+    for name, tensor in state.items():
+        found.setdefault(tied.get(name, name), tensor)
     return found
 
 

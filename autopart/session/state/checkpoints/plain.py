@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,17 @@ from autopart.capture.trained import Trained
 from autopart.files.checkpoints.document import Document, read_document
 from autopart.files.checkpoints.folders import Root, checkpoint_at
 from autopart.files.checkpoints.values import decoded, encoded
-from autopart.ir.errors import UsageError
-from autopart.session.state.checkpoints.contents import OPTIMIZER, Contents
+from autopart.session.state.checkpoints.contents import OPTIMIZER, Contents, tied_once
 from autopart.session.state.checkpoints.loading import Wanted, adopt_optimizer, opened, staged, value_for
 from autopart.session.state.checkpoints.optimizers import joined, part_of
-from autopart.session.state.checkpoints.saver import HasState, require_folder, unwritable, version
+from autopart.session.state.checkpoints.saver import (
+    HasState,
+    require_folder,
+    saved_scheduler,
+    scheduler_state,
+    unwritable,
+    version,
+)
 from autopart.session.state.checkpoints.saving import Draft, config_text, publish, write_part
 
 
@@ -39,10 +44,8 @@ def load_into(
     path = checkpoint_at(folder)
     document = read_document(path)
     found = staged(opened(path, document), Wanted(own, frozenset(own), names), optimizer, ())
-    state = decoded(document.scheduler, "the state of the scheduler")
+    state = saved_scheduler(document, scheduler)
     extra = decoded(document.extra, "extra")
-    if scheduler is not None and state is None:
-        raise UsageError("the checkpoint holds no state of a scheduler", fix="load without scheduler=")
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(value_for(tensor, name, found))
@@ -76,13 +79,13 @@ def save_from(
         version(),
         {},
         optimizer=joined([part]),
-        scheduler=None if scheduler is None else encoded(dict(scheduler.state_dict()), "the state of the scheduler"),
+        scheduler=scheduler_state(scheduler),
         extra=encoded(extra, "extra"),
     )
     try:
         root = Root(Path(folder))
         try:
-            draft = Draft(root.draft(step), replace(document, world=1), 0)
+            draft = Draft(root.draft(step), document, 0)
             write_part(draft, Contents(own, more, part))
             return publish(draft, root, keep, config_text(model))
         finally:
@@ -95,7 +98,6 @@ def _own(model: nn.Module) -> tuple[dict[str, torch.Tensor], Mapping[int, str]]:
     """Return the parameters and persistent buffers of a model, tied ones once, and the names of its parameters."""
     trained = Trained(model)
     tied = tied_names(trained)
-    own: dict[str, torch.Tensor] = {}
-    for name, tensor in trained.state_dict().items():
-        own.setdefault(tied.get(name, name), tensor)
-    return own, {id(parameter): name for name, parameter in trained.named_parameters()}
+    return tied_once(trained.state_dict(), tied), {
+        id(parameter): name for name, parameter in trained.named_parameters()
+    }

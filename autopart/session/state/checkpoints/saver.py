@@ -7,7 +7,8 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +37,7 @@ from autopart.session.state.checkpoints.saving import (
 from autopart.session.state.companions import Companion
 
 T = TypeVar("T")
-_SAVING = "saving a checkpoint"
+_SAVING, _SCHEDULER = "saving a checkpoint", "the state of the scheduler"
 
 
 class HasState(Protocol):
@@ -92,7 +93,7 @@ class Saver:
         folder = from_rank(world, 0, _SAVING, partial(self._begin, request.folder, around.step))
         draft = Draft(folder, document, world.rank)
         publishing = partial(self._publish, draft, request, session.captures.model)
-        with _Erasing(draft), together(world, _SAVING):
+        with _erased(draft), together(world, _SAVING):
             if request.wait:
                 _written(partial(write_part, draft, contents), draft)
             else:
@@ -100,7 +101,7 @@ class Saver:
         if not request.wait:
             self.background = Background(partial(self._in_background, draft, contents, publishing))
             return draft.folder.with_suffix("")
-        with _Erasing(draft):
+        with _erased(draft):
             return from_rank(world, 0, _SAVING, publishing)
 
     def _begin(self, folder: Path, step: int) -> Path:
@@ -123,7 +124,7 @@ class Saver:
     def _in_background(
         self, draft: Draft, contents: Contents, publishing: Callable[[], Path], give_up: threading.Event
     ) -> None:
-        with _Erasing(draft):
+        with _erased(draft):
             _written(partial(write_part, draft, contents), draft)
             if draft.rank == 0 and wait_for_parts(draft, give_up):
                 publishing()
@@ -139,11 +140,11 @@ class Saver:
         return running.failure
 
     def settle(self, session: Session) -> None:
-        """Wait until a save in the background has ended on all ranks.  Collective; raises what failed there."""
-        if session.world.gather_numbers([float(self.background is not None)])[0][0] == 0.0:
-            return
+        """Wait until a save in the background has ended on all ranks; nothing is sent without one, which every rank
+        knows alike.  Collective; raises what failed there."""
         mine = self.background
-        assert mine is not None
+        if mine is None:
+            return
         if session.world.rank != 0:
             mine.wait()
         failed = any(row[0] for row in session.world.gather_numbers([float(mine.failure is not None)]))
@@ -158,8 +159,9 @@ class Saver:
     def close(self, session: Session, *, healthy: bool) -> None:
         """Wait for a save in the background, and let other runs use the folder.  Collective if `healthy`."""
         try:
-            if healthy:
-                self.settle(session)
+            if self.background is not None and healthy:
+                with session.call("close"):  # agreed first: another rank may make another call
+                    self.settle(session)
             elif self.background is not None:
                 self.background.wait(give_up=True)
         finally:
@@ -186,9 +188,7 @@ class Saver:
             wanted = Wanted(like, frozenset(own), names)
             found = staged(opened(path, document), wanted, around.optimizer, around.companions)
             states = {n: decoded(document.companions[n], n) for n in around.companions if n in document.companions}
-            scheduler = decoded(document.scheduler, "the state of the scheduler")
-            if around.scheduler is not None and scheduler is None:
-                raise CheckpointError("the checkpoint holds no state of a scheduler", fix="load without scheduler=")
+            scheduler = saved_scheduler(document, around.scheduler)
             known = document.companions
             absent = sorted(n for n, each in around.companions.items() if n not in known and each.tensors())
             if absent:
@@ -206,18 +206,15 @@ class Saver:
         return document, extra
 
 
-class _Erasing:
-    """Deletes the folder of a checkpoint whose writing fails, on rank 0, and lets the error pass."""
-
-    def __init__(self, draft: Draft) -> None:
-        self._draft = draft
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        if kind is not None and self._draft.rank == 0:
-            shutil.rmtree(self._draft.folder, ignore_errors=True)
+@contextmanager
+def _erased(draft: Draft) -> Iterator[None]:
+    """Delete the folder of a checkpoint whose writing fails, on rank 0, and let the error pass."""
+    try:
+        yield
+    except BaseException:
+        if draft.rank == 0:
+            shutil.rmtree(draft.folder, ignore_errors=True)
+        raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,10 +226,9 @@ class _Told:
 
     @classmethod
     def of(cls, part: OptimizerPart | None, around: Around, extra: Any) -> _Told:
-        state = None if around.scheduler is None else dict(around.scheduler.state_dict())
         alike = {
             "scaler": around.scaler,
-            "scheduler": encoded(state, "the state of the scheduler"),
+            "scheduler": scheduler_state(around.scheduler),
             "companions": {title: encoded(each.state(), title) for title, each in around.companions.items()},
             "extra": encoded(extra, "extra"),
         }
@@ -264,6 +260,18 @@ def _document(session: Session, told: list[_Told], step: int) -> Document:
         plan=json.loads(json.dumps(asdict(session.plan))),
         **told[0].alike,
     )
+
+
+def scheduler_state(scheduler: HasState | None) -> Any:
+    """Return the state of a scheduler as a checkpoint keeps it, None without one."""
+    return None if scheduler is None else encoded(dict(scheduler.state_dict()), _SCHEDULER)
+
+
+def saved_scheduler(document: Document, scheduler: HasState | None) -> Any:
+    """Return the saved state for a scheduler.  Raises CheckpointError if there is none for it."""
+    if scheduler is not None and document.scheduler is None:
+        raise CheckpointError("the checkpoint holds no state of a scheduler", fix="load without scheduler=")
+    return decoded(document.scheduler, _SCHEDULER)
 
 
 def _written(work: Callable[[], T], draft: Draft) -> T:

@@ -12,13 +12,25 @@ from torch import nn
 
 import autopart
 from autopart.ir.errors import UsageError
+from autopart.runtime.masters import CAN_WIDEN
 
-STAGES = {"cluster": "cpu:2", "stages": 2, "micro_batches": 1}
+STAGES = {"cluster": "cpu:2", "stages": 2, "cuts": ["2"], "micro_batches": 1}
+LOSS_ALONE = {"cluster": "cpu:2", "stages": 2, "micro_batches": 1}
+"""The second rank has no parameter."""
 ZERO = {"cluster": "cpu:2", "stages": 1, "replicas": 2, "zero": 1, "micro_batches": 1, "sync_batchnorm": True}
 
 
-@pytest.mark.parametrize("kind", ["swa", "ema", "own"])
-@pytest.mark.parametrize("plans", [[STAGES, ZERO], [ZERO, STAGES]], ids=["stages-zero", "zero-stages"])
+@pytest.mark.parametrize(
+    ("kind", "plans"),
+    [
+        ("swa", [STAGES, ZERO]),
+        ("swa", [ZERO, STAGES]),
+        ("ema", [STAGES, ZERO]),
+        ("ema", [ZERO, LOSS_ALONE]),
+        ("own", [LOSS_ALONE, ZERO]),
+    ],
+    ids=["swa-stages-zero", "swa-zero-stages", "ema-stages-zero", "ema-zero-loss", "own-loss-zero"],
+)
 def test_averages_equal_those_of_torch_before_and_after_another_plan(
     pair: Workers, tmp_path: Path, kind: str, plans: list[dict[str, object]]
 ) -> None:
@@ -43,6 +55,29 @@ def test_what_would_train_the_averages_is_refused_and_the_trained_values_come_ba
         assert said[:4] == [f"{call} is called inside averaged.applied()" for call in calls]
         assert said[4].endswith("was written to inside averaged.applied()") and "AveragedModel" in said[5]
         assert unchanged and left
+
+
+@pytest.mark.skipif(not CAN_WIDEN, reason="masters need torch 2.12")
+def test_masters_are_averaged_in_fp32_and_training_goes_on_to_the_bit() -> None:
+    runs = []
+    for looked in (False, True):
+        options = {"sample": jobs.half(0), "loss_fn": jobs.LOSS, "costs": "analytic", "master_weights": True}
+        with autopart.compile(jobs.net().bfloat16(), "cpu:1", **options) as pipe:
+            averages, optimizer = autopart.AveragedModel(pipe), jobs.optimizer_of(pipe.parameters())
+            seen: list[torch.Tensor] = []
+            for step in range(4):
+                pipe.step(jobs.half(step))
+                optimizer.step()
+                averages.update_parameters()
+                seen.append(dict(pipe.named_parameters())["0.weight"].detach().clone())
+                if looked:
+                    with averages.applied():
+                        inside = pipe.state_dict()["0.weight"]
+                        assert torch.equal(inside, averages.tensors()["0.weight"].bfloat16())
+            assert averages.tensors()["0.weight"].dtype == torch.float32
+            torch.testing.assert_close(averages.tensors()["0.weight"], torch.stack(seen).mean(0))
+            runs.append(dict(pipe.state_dict()))
+    assert all(torch.equal(tensor, runs[1][name]) for name, tensor in runs[0].items())
 
 
 def test_a_pipe_that_cannot_be_averaged_is_refused() -> None:

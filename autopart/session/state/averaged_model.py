@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -12,15 +12,33 @@ from torch.optim import swa_utils
 
 from autopart.ir.errors import UsageError
 from autopart.passes.program.schedules import find, streams
-from autopart.session.pipe import Pipe
-from autopart.session.pipe_state import NO_PARAMETER
 from autopart.session.session import Session
+from autopart.session.state.companions import Companion
 from autopart.session.state.misuse_guards import short_tracebacks
+from autopart.session.state.module_surface import ModuleSurface
 
 Average = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | int], torch.Tensor]
-Averages = Callable[[list[torch.Tensor], list[torch.Tensor], torch.Tensor | int], None]
+Tensors = tuple[torch.Tensor, ...] | list[torch.Tensor]
+Averages = Callable[[Tensors, Tensors, torch.Tensor | int], None]
 _CHANGING = ("step", "train", "load", "adopt")
 """Calls that would change or move parameters which hold averages."""
+
+
+class Averageable(Protocol):
+    """What averages need of a pipe: this room lies below that of `Pipe`."""
+
+    companions: dict[str, Companion]
+    _closed: bool
+
+    @property
+    def session(self) -> Session:
+        """The session of this rank."""
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield what this rank's optimizer updates."""
+
+    def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield this rank's buffers."""
 
 
 class _Kept(nn.Module):
@@ -56,13 +74,13 @@ class AveragedModel:
 
     def __init__(
         self,
-        pipe: Pipe,
+        pipe: Averageable,
         *,
         avg_fn: Average | None = None,
         multi_avg_fn: Averages | None = None,
         use_buffers: bool = False,
     ) -> None:
-        if not isinstance(pipe, Pipe):
+        if not isinstance(pipe, ModuleSurface):
             raise UsageError(
                 f"AveragedModel was given a {type(pipe).__name__}",
                 fix="pass the pipe that autopart.compile returned; for a plain model use torch's AveragedModel",
@@ -83,8 +101,9 @@ class AveragedModel:
             self._kept, avg_fn=avg_fn, multi_avg_fn=multi_avg_fn, use_buffers=use_buffers
         )
         copies = self._averaged.module
-        self._pairs = dict(zip(parameters, zip(parameters.values(), copies.parameters(), strict=True), strict=True))
-        self._pairs |= dict(zip(buffers, zip(buffers.values(), copies.buffers(), strict=True), strict=True))
+        live = [*parameters.items(), *buffers.items()]
+        averages = [*copies.parameters(), *copies.buffers()]
+        self._pairs = {name: (tensor, average) for (name, tensor), average in zip(live, averages, strict=True)}
         session.calls.refused["adopt"] = _no_adoption
         title = "averages"
         while title in pipe.companions:
@@ -97,7 +116,7 @@ class AveragedModel:
         """How many updates the averages hold, as in torch a number in a tensor."""
         return self._averaged.n_averaged
 
-    def update_parameters(self, pipe: Pipe | None = None) -> None:
+    def update_parameters(self, pipe: Averageable | None = None) -> None:
         """Take the present weights into the averages.  Call it on every rank, after `optimizer.step()`; not collective.
 
         pipe: may be passed as torch's scripts pass the model; it has to be the pipe that is averaged.
@@ -183,8 +202,8 @@ class AveragedModel:
         return {"n_averaged": int(self.n_averaged)}
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """Return this rank's averages by name."""
-        return {name: average.detach() for name, (_, average) in self._pairs.items() if name != NO_PARAMETER}
+        """Return this rank's averages by name; nobody writes that of the empty parameter of a rank without any."""
+        return {name: average.detach() for name, (_, average) in self._pairs.items()}
 
     def load(self, state: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         """Take over the averages of a checkpoint; what it has none of, such as a buffer that is not persistent, gets

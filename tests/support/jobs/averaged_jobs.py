@@ -30,6 +30,11 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(8, 4, generator=generator, dtype=torch.float64), torch.randint(3, (8,), generator=generator)
 
 
+def half(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the batch of a step in bfloat16."""
+    return batch(step)[0].bfloat16(), batch(step)[1]
+
+
 def averaging(kind: str) -> dict[str, Any]:
     """Return the options of AveragedModel for one way of averaging."""
     return {

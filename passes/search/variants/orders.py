@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import accumulate
 from typing import NamedTuple
 
 from autopart.passes.program.named import SEARCHED
@@ -32,6 +33,8 @@ EFFORT, LISTED_EFFORT = 300_000, 150_000
 """Actions that may be simulated to compare named orders, and computes of the plans for which orders are listed."""
 ORDERED = 1
 """Plans, of those with listed orders, that get a searched one."""
+SMALL = 20_000
+"""Actions of a step up to which every order is compared, also those that cannot win, to tell what they take."""
 MOVES = 100_000
 """Computes that may be replayed to make one searched order shorter."""
 PER_STAGE, MOST_BLOCKS = 8, 1024
@@ -117,16 +120,17 @@ def _placed(way: Way, found: Evaluation) -> Candidate:
 
 def _evaluate_searched(search: Search, fine: SearchSpace, shapes: list[Evaluation], allowed: list[Way]) -> None:
     """Evaluate the plans whose listed orders are shortest, with orders searched for each of them."""
-    effort, ways_found = LISTED_EFFORT, list[tuple[SearchSpace, Candidate, Ordered]]()
+    effort, tried, ways_found = LISTED_EFFORT, False, list[tuple[SearchSpace, Candidate, Ordered]]()
     for found in shapes:
         for way in _promising(allowed, found, search, fine):
             computes = 3 * _placed(way, found).stages * len(found.candidate.micro_rows)
-            if way.schedule != SEARCHED or (computes > effort and ways_found):
+            if way.schedule != SEARCHED or (computes > effort and tried):
                 continue
             for candidate in _under(way, found, fine):
-                effort -= computes
+                effort, tried = effort - computes, True
                 space = _space_of(candidate, found, fine)
-                known = listed_ways(space, candidate, found.decision.zero, _to_beat(search, fine))
+                below = math.inf if actions_of(candidate) < SMALL else _to_beat(search, fine)
+                known = listed_ways(space, candidate, found.decision.zero, below)
                 ways_found += [(space, candidate, each) for each in known]
         search.tell("listed orders")
     ways_found.sort(key=lambda known: known[2].step_ns)
@@ -141,15 +145,18 @@ def _to_beat(search: Search, fine: SearchSpace) -> float:
 
 
 def _promising(allowed: list[Way], found: Evaluation, search: Search, fine: SearchSpace) -> Iterator[Way]:
-    """Yield the orders under which a plan may become the fastest so far.
+    """Yield the orders under which a plan may become the fastest so far, or that are quickly compared.
 
-    However it is ordered, the busiest position does all its work, and the last one waits until the first forward has
-    come to it, through stages that are shorter the more of them there are on a rank.  O(ways * stages)."""
-    micros = len(found.candidate.micro_rows)
-    busiest = micros * max(e.fwd_ns + e.bwd_ns for e in found.estimates)
-    ahead = sum(e.fwd_ns for e in found.estimates[:-1]) / max(1, len(found.candidate.token_slices))
+    However it is ordered, a position does all its work, and waits until the first forward has come to it, through
+    stages that are shorter the more of them there are on a rank.  O(ways * stages)."""
+    micros, slices = len(found.candidate.micro_rows), max(1, len(found.candidate.token_slices))
+    ahead = [0, *accumulate(e.fwd_ns / slices for e in found.estimates[:-1])]
     for way in allowed:
-        if busiest + ahead / way.per_rank < _to_beat(search, fine):
+        least = max(
+            micros * (e.fwd_ns + e.bwd_ns) + before / way.per_rank
+            for e, before in zip(found.estimates, ahead, strict=True)
+        )
+        if least < _to_beat(search, fine) or actions_of(_placed(way, found)) < SMALL:
             yield way
 
 

@@ -185,11 +185,12 @@ class Saver:
             session.tensors.masters.write()
             wanted = Wanted(like, frozenset(own), names)
             found = staged(opened(path, document), wanted, around.optimizer, around.companions)
-            states = {title: decoded(document.companions.get(title), title) for title in around.companions}
+            states = {n: decoded(document.companions[n], n) for n in around.companions if n in document.companions}
             scheduler = decoded(document.scheduler, "the state of the scheduler")
             if around.scheduler is not None and scheduler is None:
                 raise CheckpointError("the checkpoint holds no state of a scheduler", fix="load without scheduler=")
-            absent = sorted(title for title in around.companions if title not in document.companions)
+            known = document.companions
+            absent = sorted(n for n, each in around.companions.items() if n not in known and each.tensors())
             if absent:
                 raise CheckpointError(f"the checkpoint holds no state of {absent[0]}", fix="register it after the load")
             extra = decoded(document.extra, "extra")
@@ -200,8 +201,8 @@ class Saver:
             adopt_optimizer(around.optimizer, names, document.optimizer, found)
         if around.scheduler is not None:
             around.scheduler.load_state_dict(scheduler)
-        for title, companion in around.companions.items():
-            companion.load(states[title], found.companions.get(title, {}))
+        for title, state in states.items():
+            around.companions[title].load(state, found.companions.get(title, {}))
         return document, extra
 
 

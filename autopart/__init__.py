@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from autopart.report.traces import save_trace
     from autopart.session.compare import Verification
     from autopart.session.pipe import Pipe
+    from autopart.session.state.averaged_model import AveragedModel
     from autopart.session.state.checkpoints.plain import load_into, save_from
     from autopart.session.state.scaler import NonFiniteWarning
 
@@ -41,6 +42,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AutopartError",
+    "AveragedModel",
     "CaptureError",
     "CaptureWarning",
     "CheckpointError",
@@ -87,6 +89,7 @@ _HOMES = {
     "autopart.passes.ops.table": "register_op",
     "autopart.planning.schedule_files": "register_schedule save_schedule",
     "autopart.report.traces": "save_trace",
+    "autopart.session.state.averaged_model": "AveragedModel",
     "autopart.session.state.checkpoints.plain": "load_into save_from",
     "autopart.session.compare": "Verification",
     "autopart.session.pipe": "Pipe",

@@ -41,7 +41,8 @@ class Calls:
     """The collective calls of one rank, numbered, and whether one of them has failed.
 
     left: what a failure leaves behind, for messages.  pending: returns an error of something that went on beside the
-    calls, None without one; the next call raises it on all ranks, before it does anything.
+    calls, None without one; the next call raises it on all ranks, before it does anything.  refused: calls that cannot
+    be made now, by name, with what returns the error that all ranks raise.
     """
 
     def __init__(self, world: World) -> None:
@@ -50,6 +51,7 @@ class Calls:
         self._failure = ""
         self.left = "Gradients and buffers are as before it"
         self.pending: Callable[[], BaseException | None] = lambda: None
+        self.refused: dict[str, Callable[[], BaseException]] = {}
 
     def enter(
         self,
@@ -77,7 +79,7 @@ class Calls:
         """
         if counts is not None and len(counts) > _ROOM:
             counts = None
-        failure = failure or self.pending()
+        failure = failure or self.pending() or (self.refused[name]() if name in self.refused else None)
         self._count += 1
         doing = f"call {self._count}: {name}"
         set_activity(doing)

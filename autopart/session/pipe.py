@@ -150,7 +150,7 @@ class Pipe(PipeState):
         following = scheduler(made) if scheduler is not None else None
         self._training = Training(session, self._count_step, partial(_stepped, made, following))
         session.flush = self._training.flush
-        return map(without_backward, self._training.losses(mode))
+        return (without_backward(loss) for loss in self._training.losses(mode))
 
     def flush(self) -> None:
         """Let all batches that entered in `train` come back, so that all stages have made the updates of all of them.
@@ -184,11 +184,11 @@ class Pipe(PipeState):
         Call it between two steps, on every rank; rank 0's plan is used.  Weights, buffers and accumulated gradients
         move to the ranks that need them, and `parameters()` yields others afterwards: make a new optimizer from them,
         and set its state; the state of the old one does not move.  A plan that does not fit raises PlanError or
-        UsageError, and nothing has changed.  It ends a `train` that is going on, after a flush.
+        UsageError, and nothing has changed; a `train` that is going on is flushed.  Another plan ends it.
         """
+        self.session.adopt(plan)
         if self._training is not None:
             self._training.end("adopt")
-        self.session.adopt(plan)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 

@@ -2,43 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 
 import pytest
 from support.jobs.failing_jobs import WORLD, exit_in_step, healthy_step, train_until_failure
+from support.oracles.ended import LIMIT_S, failed
 from support.workers import Workers
 
-from autopart.ir.errors import RunError, StageError, WorkerError
+from autopart.ir.errors import StageError, WorkerError
 
 pytestmark = pytest.mark.timeout(120)
-LIMIT_S = 5.0
 
 
 @pytest.fixture(scope="module")
 def workers():
     with Workers(WORLD, timeout=90) as pool:
         yield pool
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def fail(workers: Workers, job, *args) -> RunError:
-    """Run a job that fails and return its error. No process may be left."""
-    workers.run(os.getpid)  # starts the processes
-    pids = workers.pids
-    assert len(pids) == WORLD
-    with pytest.raises(RunError) as caught:
-        workers.run(job, *args)
-    assert not [pid for pid in pids if alive(pid)]
-    return caught.value
 
 
 @pytest.mark.parametrize(
@@ -55,7 +35,7 @@ def test_a_killed_worker_is_named_and_ends_all_others_in_seconds(
     workers, tmp_path, phase, calls, words, schedule, capfd
 ):
     clock = tmp_path / "clock"
-    error = fail(workers, train_until_failure, phase, "kill", calls, str(clock), schedule)
+    error = failed(workers, train_until_failure, phase, "kill", calls, str(clock), schedule)
     assert time.monotonic() - float(clock.read_text()) <= LIMIT_S
     assert type(error) is WorkerError
     assert "rank 2 (stage 2) died" in str(error) and "SIGKILL" in str(error)
@@ -67,7 +47,7 @@ def test_a_killed_worker_is_named_and_ends_all_others_in_seconds(
 @pytest.mark.slow
 def test_a_worker_that_exits_is_named_with_its_code(workers, tmp_path):
     clock = tmp_path / "clock"
-    error = fail(workers, exit_in_step, str(clock))
+    error = failed(workers, exit_in_step, str(clock))
     assert time.monotonic() - float(clock.read_text()) <= LIMIT_S
     assert "rank 1 (stage 1)" in str(error) and "code 3" in str(error)
 
@@ -77,7 +57,7 @@ def test_a_worker_that_exits_is_named_with_its_code(workers, tmp_path):
     [pytest.param(*case, marks=pytest.mark.slow) for case in (("1f1b", 3, 2), ("gpipe", 6, 1))],
 )
 def test_an_op_that_raises_is_reported_once_with_stage_micro_batch_and_module(workers, schedule, calls, micro):
-    error = fail(workers, train_until_failure, "forward", "raise", calls, "", schedule)
+    error = failed(workers, train_until_failure, "forward", "raise", calls, "", schedule)
     text = str(error)
     assert type(error) is StageError
     assert text.count("the op gave up") == 1
@@ -97,7 +77,7 @@ def test_an_op_that_raises_is_reported_once_with_stage_micro_batch_and_module(wo
     ],
 )
 def test_what_raises_in_the_backward_is_reported_with_stage_and_micro_batch(workers, phase, calls, schedule, words):
-    error = fail(workers, train_until_failure, phase, "raise", calls, "", schedule)
+    error = failed(workers, train_until_failure, phase, "raise", calls, "", schedule)
     assert type(error) is StageError
     assert f"stage 2, micro-batch 1, {words}:" in str(error)
     assert str(error).count("the op gave up") == 1
@@ -105,5 +85,5 @@ def test_what_raises_in_the_backward_is_reported_with_stage_and_micro_batch(work
 
 @pytest.mark.slow
 def test_after_a_failure_new_workers_train(workers):
-    fail(workers, train_until_failure, "forward", "raise", 1, "")
+    failed(workers, train_until_failure, "forward", "raise", 1, "")
     assert len(set(workers.run(healthy_step))) == 1

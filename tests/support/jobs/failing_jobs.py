@@ -94,11 +94,11 @@ CUTS = ["layers.1", "layers.2"]
 WORLD = 3
 
 
-def open_pipe(schedule: str = "1f1b") -> autopart.Pipe:
-    """Return the pipe that every job here uses."""
+def open_pipe(schedule: str = "1f1b", **more: Any) -> autopart.Pipe:
+    """Return the pipe that every job here uses.  more: options of compile."""
     torch.set_num_threads(1)
     options = {"cuts": CUTS, "micro_batches": 4, "schedule": schedule, "loss_fn": CASE.loss_fn, "costs": "analytic"}
-    return autopart.compile(CASE.model(), f"cpu:{WORLD}", sample=CASE.batch(8), **options)
+    return autopart.compile(CASE.model(), f"cpu:{WORLD}", sample=CASE.batch(8), **(options | more))
 
 
 def train_until_failure(phase: str, how: str, calls: int, clock: str, schedule: str = "1f1b") -> list[float]:

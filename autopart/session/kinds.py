@@ -1,4 +1,4 @@
-"""What runs a kind of batch: an executor for its program, along the stages of the training plan."""
+"""What runs a kind of batch: an executor for its program, along the stages of the training plan, kept for the next."""
 
 from __future__ import annotations
 
@@ -11,9 +11,15 @@ from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision
 from autopart.ir.size import Size
 from autopart.passes.program.projection import check_gradients_stay, project_plan
-from autopart.session.evaluation import evaluated_rows, evaluation_decision
+from autopart.runtime.activity import patient
+from autopart.session.evaluation import evaluated_rows, evaluation_decision, evaluation_rule
 from autopart.session.executor import Executor, RankContext
+from autopart.session.ranks.agreement import from_rank, together
 from autopart.session.step.data import micro_rows
+
+Kind = tuple[str, float, float]
+"""A kind of batch: the mode, and digests of the model's version and of the batch's signature, equal on all ranks."""
+_KEEP = 32  # kinds of batches whose executor is kept
 
 
 def largest_part(batch: Batch, mode: str, decision: Decision, shards: Sequence[int] = ()) -> Size:
@@ -45,3 +51,51 @@ def new_executor(
     stages = decision.stages if same else project_plan(captured.graph, planned, decision)
     check_gradients_stay(captured.graph, stages, planned, decision)
     return Executor(mode, context, captured, replace(decision, stages=stages))
+
+
+class KnownKinds:
+    """The executors of the kinds of batches that came under the present plan; the one used longest ago goes first."""
+
+    def __init__(self) -> None:
+        self._found: dict[Kind, Executor] = {}
+
+    def restart(self, context: RankContext, planned: Graph, decision: Decision, kind: Kind, executor: Executor) -> None:
+        """Begin under a plan for batches of this kind.  planned, decision: its graph and decision."""
+        self._context, self._planned, self._decision = context, planned, decision
+        self._found = {kind: executor}
+
+    def get(self, kind: Kind) -> Executor | None:
+        """Return the executor of a kind, None if there is none yet."""
+        return self._found.get(kind)
+
+    def executor(self, kind: Kind, batch: Batch, shards: tuple[int, ...] = ()) -> Executor:
+        """Return the executor of a kind of batch, made at first use along the stages of the training plan.  Collective.
+
+        A batch of another kind, or a model that was changed, may run another program than the one that was planned.
+        """
+        executor = self._found.pop(kind, None)
+        if executor is None:
+            context, decision = self._context, self._decision
+            rule = self._evaluation_rule(batch) if kind[0] == "loss" else None
+            with together(context.world, "capturing the model"), patient("capturing the model"):
+                executor = new_executor(kind[0], context, batch, shards, self._planned, decision, rule)
+        self._found[kind] = executor  # the last one to be forgotten
+        if len(self._found) > _KEEP:
+            del self._found[next(iter(self._found))]
+        return executor
+
+    def _evaluation_rule(self, batch: Batch) -> BatchRule | None:
+        """Return how an evaluated batch is cut, as the first rank finds it; None if it stays whole.  Collective."""
+        context, decision = self._context, self._decision
+        if len(evaluated_rows("loss", batch, decision)) == 1:
+            return None
+
+        def derived() -> BatchRule | None:
+            with patient("preparing the batch"):
+                return evaluation_rule(context.captures, batch, self._planned, decision, context.options.loss_reduction)
+
+        return from_rank(context.world, decision.stages[0].ranks[0], "preparing the batch", derived)
+
+    def clear(self) -> None:
+        """Forget all executors."""
+        self._found.clear()

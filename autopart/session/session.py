@@ -32,9 +32,8 @@ from autopart.runtime.engine import BatchPlan
 from autopart.runtime.group.world import World
 from autopart.runtime.sums.shared_values import SharedValues
 from autopart.runtime.tensors import LocalTensors, broadcast_weights_if_different
-from autopart.session.evaluation import evaluated_rows, evaluation_rule
 from autopart.session.executor import Executor, RankContext
-from autopart.session.kinds import largest_part, new_executor
+from autopart.session.kinds import Kind, KnownKinds, largest_part
 from autopart.session.placement import placement_of, relocate
 from autopart.session.ranks.agreement import FAILURES, from_rank, require_same_everywhere, together
 from autopart.session.ranks.call_sync import Calls, Given, digest_of
@@ -51,19 +50,19 @@ from autopart.session.step.loss_shares import Shares
 
 _CALLS = {"step": "step", "loss": "eval_loss", "predict": "predict"}
 """The call of a pipe by the mode in which the model is captured."""
-_Kind = tuple[str, float, float]
-"""A kind of batch: the mode, and digests of the model's version and of the batch's signature, equal on all ranks."""
-_KEEP = 32  # kinds of batches whose executor is kept
 
 
 class Session:
     """One rank of a running pipeline; every rank has one, and calls its methods in the same order.
 
-    captures: captures of the model.  world: the process group.  calls: the collective calls of this rank.  plan: the
-    plan that runs.  context: what this rank holds under the plan.  tied: first name of each tied tensor, by its other
-    names.  spans: gets what this rank does in training steps, if it is a list.  last_shares: rows of each micro-batch
-    of the last batch, and their shares in its loss.  flush: lets what asynchronous training has in flight come back,
-    before any other call.  Ready after `bring_up`.
+    It is ready after `bring_up`.
+
+    captures: captures of the model.  world: the process group.  calls: the collective calls of this rank.
+    plan: the plan that runs.  context: what this rank holds under the plan.
+    tied: first name of each tied tensor, by its other names.
+    spans: gets what this rank does in training steps, if it is a list.
+    last_shares: rows of each micro-batch of the last batch, and their shares in its loss.
+    flush: lets what asynchronous training has in flight come back, before any other call.
     """
 
     plan: Plan
@@ -79,7 +78,7 @@ class Session:
         self.options = options
         self._cluster = cluster
         self._reader = BatchReader()
-        self._kinds: dict[_Kind, Executor] = {}
+        self._kinds = KnownKinds()
         self.spans: list[Span] | None = None
         self.tied: Mapping[str, str] = {}
         self.last_shares: tuple[tuple[int, ...], Shares] = ((), {})
@@ -176,7 +175,8 @@ class Session:
         self.context = context
         context.values.drop_foreign_gradients()
         signature = digest_of(repr(self._batch.signature()))
-        self._kinds = {("step", digest_of(self.captures.version), signature): executor}
+        kind = "step", digest_of(self.captures.version), signature
+        self._kinds.restart(context, planned.captured.graph, planned.plan.decision, kind, executor)
         self._training = executor
         stages = planned.plan.decision.stages_of_rank(self.world.rank)
         set_rank_label(f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}" if stages else "idle")
@@ -329,7 +329,8 @@ class Session:
         )  # fmt: skip
         if batch is not None and counts is not None and failure is None:
             kind = mode, digest_of(version), digest_of(signature)
-            executor = self._kinds[kind]
+            executor = self._kinds.get(kind)
+            assert executor is not None  # it counted the batch
             if executor.begin(batch, counts):
                 agree = partial(self._agree, settle, kind, batch, needed[0])
                 plan = replace(executor.plan(batch, key, scale), agree=agree)
@@ -350,48 +351,21 @@ class Session:
         if batch is None or (sharded and self.world.rank not in needed):
             assert stand_in is not None
             batch = with_rows(stand_in, sum(shards) if sharded else rows[needed[0]])
-        executor = self._executor(kind, batch, shards)
+        executor = self._kinds.executor(kind, batch, shards)
         executor.stand_in = stand_in
         executor.agree(batch, all_counts, shards)
         plan = executor.plan(batch, key, scale, shards)
         self.last_shares = plan.rows, executor.shares
         return executor, batch, plan
 
-    def _agree(self, settle: Callable[[], Given], kind: _Kind, batch: Batch, first: int) -> None:
+    def _agree(self, settle: Callable[[], Given], kind: Kind, batch: Batch, first: int) -> None:
         """Wait until every rank makes this step with a batch like this rank's, which has begun with it.  Collective;
         raises on all ranks what any rank finds wrong."""
         signature, _, missing, counts = settle()
-        executor = self._executor(kind, batch, ())
+        executor = self._kinds.executor(kind, batch)
         if missing and executor.stand_in is None:
             executor.stand_in = shared_stand_in(self.world, batch, first, signature)
         executor.agree(batch, counts)
-
-    def _executor(self, kind: _Kind, batch: Batch, shards: tuple[int, ...]) -> Executor:
-        """Return the executor of a kind of batch, made at first use along the stages of the training plan.  Collective.
-
-        A batch of another kind, or a model that was changed, may run another program than the one that was planned.
-        """
-        executor = self._kinds.pop(kind, None)
-        if executor is None:
-            rule = self._evaluation_rule(batch) if kind[0] == "loss" else None
-            with together(self.world, "capturing the model"), patient("capturing the model"):
-                executor = new_executor(kind[0], self.context, batch, shards, self.graph, self.plan.decision, rule)
-        self._kinds[kind] = executor  # the last one to be forgotten
-        if len(self._kinds) > _KEEP:
-            del self._kinds[next(iter(self._kinds))]
-        return executor
-
-    def _evaluation_rule(self, batch: Batch) -> BatchRule | None:
-        """Return how an evaluated batch is cut, as the first rank finds it; None if it stays whole.  Collective."""
-        decision, stated = self.plan.decision, self.options.loss_reduction
-        if len(evaluated_rows("loss", batch, decision)) == 1:
-            return None
-
-        def derived() -> BatchRule | None:
-            with patient("preparing the batch"):
-                return evaluation_rule(self.captures, batch, self.graph, decision, stated)
-
-        return from_rank(self.world, decision.stages[0].ranks[0], "preparing the batch", derived)
 
     def close(self) -> None:
         """Leave the process group.  The model keeps the weights that this rank holds."""

@@ -13,7 +13,7 @@ from torch.optim import swa_utils
 from autopart.ir.errors import UsageError
 from autopart.passes.program.schedules import find, streams
 from autopart.session.session import Session
-from autopart.session.state.companions import Companion
+from autopart.session.state.companions import Companion, refusal, require_integer
 from autopart.session.state.misuse_guards import short_tracebacks
 from autopart.session.state.module_surface import ModuleSurface
 
@@ -205,13 +205,19 @@ class AveragedModel:
         """Return this rank's averages by name; nobody writes that of the empty parameter of a rank without any."""
         return {name: average.detach() for name, (_, average) in self._pairs.items()}
 
+    def check(self, state: Any) -> None:
+        """Raise CheckpointError for a state without the number of averaged values."""
+        if not isinstance(state, dict):
+            raise refusal("the state of the averages", state, "it has to be a dict")
+        require_integer(state.get("n_averaged"), "n_averaged of the averages")
+
     def load(self, state: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         """Take over the averages of a checkpoint; what it has none of, such as a buffer that is not persistent, gets
         the present value."""
         with torch.no_grad():
             for name, (live, average) in self._pairs.items():
                 average.copy_(tensors.get(name, live))
-            self.n_averaged.fill_(int(state["n_averaged"]))
+            self.n_averaged.fill_(state["n_averaged"])
 
 
 def _inside(call: str) -> UsageError:

@@ -188,6 +188,8 @@ class Saver:
             wanted = Wanted(like, frozenset(own), names)
             found = staged(opened(path, document), wanted, around.optimizer, around.companions)
             states = {n: decoded(document.companions[n], n) for n in around.companions if n in document.companions}
+            for title, state in states.items():
+                around.companions[title].check(state)
             scheduler = saved_scheduler(document, around.scheduler)
             known = document.companions
             absent = sorted(n for n, each in around.companions.items() if n not in known and each.tensors())

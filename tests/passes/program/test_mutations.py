@@ -1,7 +1,11 @@
-"""Programs with split backwards and several stages a rank, broken at random: the verifier and ranks that act agree."""
+"""Programs of every kind, broken at random: the verifier and ranks that act agree.
+
+With split backwards, several stages a rank, replicas, tied parameters, and asynchronous training with its updates.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from random import Random
 
@@ -11,11 +15,14 @@ from support.languages.programs import SKIPS
 from support.oracles.acted import acted
 from support.oracles.strict import hangs, issued
 
+from autopart.ir.actions import Action
 from autopart.ir.errors import ProgramError
 from autopart.ir.plan import Decision, Stage
 from autopart.ir.program import Program
+from autopart.ir.shares import Policy
 from autopart.passes.program.messages import check_messages, one_copy
 from autopart.passes.program.routing import route
+from autopart.passes.program.stream import stream_program
 from autopart.passes.program.verify import check_program
 
 ORDER = (
@@ -35,8 +42,44 @@ CASES: dict[str, tuple[str, tuple[tuple[int, ...], ...], int, tuple[str, ...]]] 
     "searched": ("searched", ((0,), (1,), (1,), (0,)), 2, ORDER),
 }
 
+STREAMS: dict[str, tuple[str, tuple[int, ...], Policy, int]] = {
+    "pipedream": ("pipedream", (1, 1, 1, 1), "split", 1),
+    "pipedream, batches in parts": ("pipedream", (1, 1, 1), "split", 2),
+    "pipedream, replicas": ("pipedream", (2, 1, 1), "split", 1),
+    "pipedream, replicas in turn": ("pipedream", (2, 1, 1), "turn", 1),
+    "pipedream, split backwards": ("pipedream", (1, 1, 1), "split", 1),
+    "pipedream-2bw": ("pipedream-2bw", (1, 1, 1, 1), "split", 3),
+    "pipedream-2bw, replicas in turn": ("pipedream-2bw", (1, 2), "turn", 2),
+}
+"""Schedule, replicas of each stage, how they divide, and micro-batches of a batch; four batches each."""
+
+
+def streamed(name: str) -> tuple[Program, str]:
+    schedule, replicas, policy, micros = STREAMS[name]
+    stages, world = [], 0
+    for number, count in enumerate(replicas):
+        ops = "abcd"[number : number + 1] if number + 1 < len(replicas) else "abcd"[number:]
+        ranks = tuple(range(world, world := world + count))
+        stages.append(Stage(tuple(ops), ranks, policy=policy if count > 1 else "split"))
+    made = stream_program(Decision(world, tuple(stages), (2,) * micros, schedule), graph(SKIPS), 4)
+    if name.endswith("split backwards"):
+        made = replace(made, order=tuple(split(made.order)))
+    return made, schedule
+
+
+def split(order: Iterable[Action]) -> Iterator[Action]:
+    """Every second backward in two parts, one behind the other."""
+    for action in order:
+        if action.kind == "B" and action.micro % 2:
+            yield action._replace(kind="I")
+            yield action._replace(kind="W")
+        else:
+            yield action
+
 
 def made(name: str) -> tuple[Program, str]:
+    if name in STREAMS:
+        return streamed(name)
     schedule, ranks, micros, order = CASES[name]
     world = 1 + max(rank for own in ranks for rank in own)
     stages = tuple(Stage((op,), own) for op, own in zip("abcd", ranks, strict=True))
@@ -45,7 +88,7 @@ def made(name: str) -> tuple[Program, str]:
 
 def mutated(program: Program, draw: Random) -> Program:
     """One to three changes: places, kinds, micro-batches, stages and peers; something left out, or twice."""
-    order = list(program.order)
+    order, kinds = list(program.order), list("FBIWU" if program.rhythm else "FBIW")
     for _ in range(draw.choice([1, 1, 1, 2, 3])):
         one, two = draw.randrange(len(order)), draw.randrange(len(order))
         action = order[one]
@@ -64,7 +107,7 @@ def mutated(program: Program, draw: Random) -> Program:
                 order[one] = action._replace(peer=draw.randrange(len(program.stage_ranks)))
             case "kind":
                 order[one] = action._replace(
-                    kind=draw.choice({"SF": ["SB"], "SB": ["SF"]}.get(action.kind, list("FBIW")))
+                    kind=draw.choice({"SF": ["SB"], "SB": ["SF"]}.get(action.kind, kinds))
                 )
             case "drop":
                 order.pop(one)
@@ -81,7 +124,10 @@ def refused(program: Program, schedule: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("name", CASES)
+ALL = [*CASES, *STREAMS]
+
+
+@pytest.mark.parametrize("name", ALL)
 def test_programs_as_they_are_made_are_accepted_and_act(name: str) -> None:
     program, schedule = made(name)
     check_messages(check_program(program, schedule))
@@ -92,7 +138,7 @@ def compare(count: int, seed: int) -> tuple[int, int]:
     """Break programs; return how many are still good, and how many hang or are mixed up."""
     draw, verdicts = Random(seed), [0, 0]
     for number in range(count):
-        program, schedule = made(list(CASES)[number % len(CASES)])
+        program, schedule = made(ALL[number % len(ALL)])
         broken = mutated(program, draw)
         why, what = refused(broken, schedule), acted(broken, schedule)
         assert bool(why) == bool(what), f"{broken}\nverifier: {why}\nacted: {what}"

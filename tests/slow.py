@@ -59,6 +59,7 @@ PARTS = {
         "passes/ops",
         "passes/ordering",
         "passes/program/test_mutations.py",
+        "passes/program/test_posting_mutations.py",
         "passes/proof",
         "passes/search",
         "e2e/test_advice.py",

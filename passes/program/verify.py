@@ -18,7 +18,6 @@ from itertools import product
 from autopart.ir.actions import (
     ACTIONS,
     ALL,
-    BACKWARD,
     COMPUTE,
     COMPUTES,
     FORWARD,

@@ -267,7 +267,8 @@ class _Play:
             for send in (send for sent in here for send in sent):
                 compute = {"SF": "F", "SB": "BI"}[send.kind]
                 assert send.peer is not None
-                if self.alone(send.slot.on(send.peer), rank) and not any(self.done[rank][Action(kind, send.slot.on(send.peer))] for kind in compute):
+                own = self.alone(send.slot.on(send.peer), rank)
+                if own and not any(self.done[rank][Action(kind, send.slot.on(send.peer))] for kind in compute):
                     return f"nobody needed {send}"
         return ""
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 
 import pytest
-from support.jobs.failing_jobs import WORLD, exit_in_step, healthy_step, train_until_failure
+from support.jobs.failing_jobs import WORLD, exit_in_step, healthy_step, train_in_many_stages, train_until_failure
 from support.oracles.ended import LIMIT_S, failed
 from support.workers import Workers
 
@@ -80,6 +81,39 @@ def test_what_raises_in_the_backward_is_reported_with_stage_and_micro_batch(work
     error = failed(workers, train_until_failure, phase, "raise", calls, "", schedule)
     assert type(error) is StageError
     assert f"stage 2, micro-batch 1, {words}:" in str(error)
+    assert str(error).count("the op gave up") == 1
+
+
+SAID = {"kill": "SIGKILL", "stop": "is stopped", "hang": "did not go on for 2 s"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", SAID)
+@pytest.mark.parametrize(
+    ("schedule", "phase", "words"),
+    [
+        ("zb-v", "forward", r"\dF\d: forward"),
+        ("zb-v", "weights", r"\dW\d: backward of weights"),
+        ("interleaved", "backward", r"\d[BI]\d: backward"),
+        ("searched", "backward", r"\d[BI]\d: backward"),
+    ],
+)
+def test_a_rank_of_several_stages_or_of_a_searched_order_is_named(workers, tmp_path, schedule, phase, words, how):
+    clock = tmp_path / "clock"
+    error = failed(workers, train_in_many_stages, phase, how, 4, str(clock), schedule)
+    assert time.monotonic() - float(clock.read_text()) <= (LIMIT_S if how == "kill" else 15)
+    assert type(error) is WorkerError
+    assert re.search(rf"rank \d \(stages? [\d, ]+\).*{SAID[how]}", str(error)), error
+    assert re.search(words, str(error)), error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("schedule", "phase"), [("zb-v", "weights"), ("interleaved", "forward"), ("searched", "forward")]
+)
+def test_what_raises_there_is_reported_once(workers, schedule, phase):
+    error = failed(workers, train_in_many_stages, phase, "raise", 4, "", schedule)
+    assert type(error) is StageError and re.search(r"stage \d, micro-batch \d", str(error))
     assert str(error).count("the op gave up") == 1
 
 

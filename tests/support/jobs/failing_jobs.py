@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,30 @@ def train_until_failure(phase: str, how: str, calls: int, clock: str, schedule: 
         if phase == "idle" and pipe.rank == 1:
             threading.Event().wait()  # user code that never returns
     return losses
+
+
+def train_in_many_stages(phase: str, how: str, calls: int, clock: str, schedule: str) -> list[float]:
+    """Train with several stages on each rank, or under an order made for the plan, until the op fails on its rank.
+
+    how: "kill", "raise", "stop" or "hang", which never returns."""
+    each = {"stages_per_rank": 2} if schedule in ("zb-v", "interleaved") else {}
+    limit = 2 if how == "hang" else None
+    with open_pipe(schedule, cuts=None, recompute="off", timeout=limit, micro_batches=3, **each) as pipe:
+        actions = {"kill": "kill", "raise": "raise", "stop": partial(_stop, clock), "hang": partial(_hang, clock)}
+        mine = [s for s in pipe.plan.stages if pipe.rank in s.ranks and any("trouble" in op for op in s.ops)]
+        if mine or phase != "weights":
+            arm(phase, actions[how], calls, clock)
+        return [pipe.step(CASE.batch(9)).item() for _ in range(3)]
+
+
+def _stop(clock: str) -> None:
+    Path(clock).write_text(repr(time.monotonic()))
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _hang(clock: str) -> None:
+    Path(clock).write_text(repr(time.monotonic()))
+    threading.Event().wait()
 
 
 def healthy_step() -> float:

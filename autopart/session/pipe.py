@@ -364,6 +364,7 @@ class Pipe(PipeState):
             elif self._steps:
                 empty_foreign(session)
         finally:
+            self._stopped = session.world.stop_requested
             session.close()
 
     def __enter__(self) -> Pipe:

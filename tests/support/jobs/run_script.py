@@ -28,7 +28,6 @@ from autopart.runtime.group.world import World
 from autopart.runtime.watch.stop_signals import stop_signals
 from support.jobs import failing_jobs
 
-PHASES = ("forward", "backward", "weights", "sums", "optimizer", "between")
 STAGES = {"cuts": ["layers.2"], "micro_batches": 4, "schedule": "zb-h1"}
 REPLICAS = {"stages": 1, "replicas": 2, "micro_batches": 4}
 BOTH = {"cuts": ["layers.2"], "replicas": 2, "micro_batches": 4, "zero": 1}
@@ -36,7 +35,8 @@ BOTH = {"cuts": ["layers.2"], "replicas": 2, "micro_batches": 4, "zero": 1}
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens on a rank in a phase of a step.
+    """What happens on a rank in a phase of a step: "forward", "backward", "weights" (a split backward), "sums" over
+    replicas, "optimizer", "between" two steps; or at its "start".
 
     how: "kill", "stop" or "hang" the rank; "term" or "usr1" signal it; "term-launcher", "usr1-launcher" its launcher.
     """
@@ -102,6 +102,9 @@ def train(run: Run) -> tuple[str, dict[int, bool]]:
 
     Returns a hash of the weights and this rank's optimizer state, and `stop_requested` after each step."""
     torch.set_num_threads(1)
+    Path(run.folder).mkdir(exist_ok=True)
+    fault = _fault_of(run, int(os.environ["RANK"]))
+    _cause_at("start", 0, fault)
     torch.manual_seed(3 + restart_count())  # rank 0's weights, or those of the checkpoint, are the ones that count
     model = Net()
     asked = {}
@@ -112,10 +115,9 @@ def train(run: Run) -> tuple[str, dict[int, bool]]:
             pipe.load(run.folder, optimizer)
         else:
             pipe.load_state_dict(_first_weights())
-        fault = _fault_of(run, pipe.rank)
         while pipe.steps < run.steps and not pipe.stop_requested:
             step = pipe.steps
-            if fault is not None and fault.step == step and fault.phase not in ("optimizer", "between"):
+            if fault is not None and fault.step == step and fault.phase not in ("start", "optimizer", "between"):
                 failing_jobs.arm(fault.phase, lambda: _cause(fault), 2)
             optimizer.zero_grad()
             loss = pipe.step(batch(step))
@@ -179,9 +181,9 @@ _plain_sum = World.all_reduce
 World.all_reduce = _sum  # type: ignore[method-assign]
 
 
-def finish(folder: str, plan: dict[str, Any], steps: int) -> str:
+def finish(folder: str, plan: dict[str, Any], steps: int, world: int = 2) -> str:
     """Return the digest of this rank after an uninterrupted run."""
-    return train(Run(folder, plan=plan, steps=steps))[0]
+    return train(Run(folder, plan=plan, steps=steps, world=world))[0]
 
 
 def main() -> None:

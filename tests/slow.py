@@ -32,6 +32,7 @@ PARTS = {
     "slice-grid": ["e2e/test_slice_grid.py"],
     "sliced-plans": ["e2e/test_slices.py", "e2e/test_sliced_plans.py", "passes/tokens"],
     "failures": ["e2e/test_faults.py", "e2e/test_failures.py", "e2e/test_soak.py", "runtime"],
+    "restarts": ["e2e/test_restarted_runs.py", "e2e/test_stops.py"],
     "compiled": ["e2e/test_compiled_stages.py"],
     "constants": ["capture/test_silent_constants.py"],
     "scripts": ["e2e/test_random_scripts.py"],

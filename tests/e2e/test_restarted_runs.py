@@ -1,8 +1,9 @@
-"""A run whose ranks are killed, stopped or hang in any phase of a step goes on from its last checkpoint, and ends as one
-without interruption to the bit (F1, F4, F17 of the table of faults)."""
+"""A run whose ranks are killed, stopped or hang in any phase of a step goes on from its last checkpoint, and ends equal
+to the bit to one without interruption."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -65,14 +66,14 @@ def test_kills_among_stages_with_replicas_that_share_the_optimizer_change_no_bit
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("how", "says"), [("stop", "rank 1 (stage 1) is stopped"), ("hang", "rank 1 (stage 1) did not go on")]
+    ("how", "says"), [("stop", r"rank 1 .*is stopped"), ("hang", r"rank 1 .*(did not go on|does not answer)")]
 )
 def test_a_rank_that_is_stopped_or_hangs_is_named_and_the_run_goes_on(
     pair: Workers, tmp_path: Path, how: str, says: str
 ) -> None:
     run = Run(str(tmp_path / "run"), [Fault(how, 1, 3, "backward")], restarts=1, timeout=12.0)
     output = as_without(pair, tmp_path, run, "launch")
-    assert "restart 1 of 1" in output and says in output
+    assert re.search(f"restart 1 of 1 .*{says}", output), output
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""A run that is asked to stop by SIGTERM or SIGUSR1, on any rank or at its launcher (F18 of the table of faults)."""
+"""A run that is asked to stop by SIGTERM or SIGUSR1, on any rank or at its launcher."""
 
 from __future__ import annotations
 
@@ -56,12 +56,10 @@ def test_a_run_that_is_killed_and_later_preempted_at_its_launcher_is_saved_and_n
 )
 @pytest.mark.parametrize("launcher", ["launch", "torchrun"])
 def test_a_stop_is_known_to_all_ranks_at_once_and_the_run_goes_on_from_there(
-    pair: Workers, tmp_path: Path, launcher: str, rank: int, phase: str, how: str, monkeypatch: pytest.MonkeyPatch
+    pair: Workers, tmp_path: Path, launcher: str, rank: int, phase: str, how: str
 ) -> None:
-    if launcher == "torchrun":  # by default it does not pass SIGUSR1 on
-        monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGUSR1")
     run = Run(str(tmp_path / "run"), [Fault(how, rank, 3, phase)])
-    code, output = runs.play(launcher, run)
+    code, output = runs.play(launcher, run, "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1")
     assert code == 0 or (launcher == "torchrun" and how.endswith("launcher")), output
     expected = pair.run(run_script.finish, str(tmp_path / "half"), run.plan, 4)
     found = runs.results(run, launcher)

@@ -1,8 +1,8 @@
-"""Ranks that are killed while their pipe saves leave the last complete checkpoint, whatever the instant (F6 of the table
-of faults)."""
+"""Ranks that are killed while their pipe saves leave the last complete checkpoint, whatever the instant."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import random
 import signal
@@ -134,9 +134,6 @@ def test_the_last_complete_checkpoint_is_loaded_after_a_kill_of_any_rank_at_any_
 
 
 if __name__ == "__main__":
-    import torch.distributed.tensor  # what the children would import
-
-    import autopart.api
-    import autopart.session.pipe
-
+    for name in ("torch.distributed.tensor", "autopart.api", "autopart.session.pipe"):  # what children would import
+        importlib.import_module(name)
     soak(Path(sys.argv[1]), *map(int, sys.argv[2:]))

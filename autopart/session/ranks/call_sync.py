@@ -87,9 +87,10 @@ class Calls:
         failure = failure or beside or (self.refused[name]() if name in self.refused else None)
         self._count += 1
         doing = f"call {self._count}: {name}"
+        failed = _BESIDE if beside is not None else float(failure is not None)
         set_activity(doing)
         mine = [
-            float(NAMES.index(name)), float(self._count), _BESIDE if beside is not None else float(failure is not None), digest_of(signature),
+            float(NAMES.index(name)), float(self._count), failed, digest_of(signature),
             digest_of(version), float(rows), scale, float(sharded), float(counts is not None),
             *(counts or ()), *[0.0] * (_ROOM - len(counts or ())),
         ]  # fmt: skip

@@ -170,8 +170,7 @@ class Saver:
         """Wait for a save in the background, and let other runs use the folder.  Collective if `healthy`."""
         try:
             if self.background is not None and healthy:
-                with session.call("close"):  # agreed first: another rank may make another call
-                    self.settle(session)
+                self._settle_at_close(session)
         finally:
             if self.background is not None:  # the ranks are apart: parts of the others may never come
                 self.background.wait(give_up=True)
@@ -179,6 +178,16 @@ class Saver:
             if self.root is not None:
                 self.root.close()
                 self.root = None
+
+    def _settle_at_close(self, session: Session) -> None:
+        try:
+            with session.call("close"):  # agreed first: another rank may make another call
+                self.settle(session)
+        except CheckpointError:  # of all ranks alike: a part of the save has failed, and others may still be written
+            if self.background is not None:
+                with session.call("close"):
+                    self.settle(session)
+            raise
 
     def load(self, session: Session, folder: str | os.PathLike[str], around: Around) -> tuple[Document, Any]:
         """Load a checkpoint; returns its document and what was saved as `extra`.  Collective; see `Pipe.load`."""

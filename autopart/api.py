@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from inspect import cleandoc
@@ -112,7 +113,12 @@ def simulate(
 
 
 def launch(
-    fn: Callable[..., Any], cluster: ClusterLike = None, *args: Any, timeout: float | None = None, restarts: int = 0
+    fn: Callable[..., Any],
+    cluster: ClusterLike = None,
+    *args: Any,
+    timeout: float | None = None,
+    restarts: int = 0,
+    grace: float = 30.0,
 ) -> list[Any]:
     """Run fn(*args) on every rank of a cluster in local processes and return the results by rank.
 
@@ -124,11 +130,16 @@ def launch(
     before a restart doubles while ranks fail soon; an error that is raised twice with the same message and place ends
     the run.  torchrun restarts by itself (--max-restarts), and restarts= has no effect there.
 
+    grace: seconds that the ranks have to end after SIGTERM to this process, which is passed on to them as SIGUSR1 is
+    (`Pipe.stop_requested`); then they are killed, as by a second SIGTERM.  Nothing is started again after a signal.
+
     Raises WorkerError with the first cause if a process dies, is stopped or
     runs out of time, and the error that fn raised on a rank.
     """
     if timeout is not None:
         read_value("timeout", timeout)
+    if not isinstance(grace, int | float) or isinstance(grace, bool) or not 0 <= grace < math.inf:
+        raise UsageError(f"grace is {grace!r}", where="launch", fix="pass the seconds that ranks have after SIGTERM")
     if not isinstance(restarts, int) or isinstance(restarts, bool) or restarts < 0:
         raise UsageError(f"restarts is {restarts!r}", where="launch", fix="pass a number of restarts of at least 0")
     machines = _cluster(cluster)
@@ -139,7 +150,9 @@ def launch(
             fix=f"pass a function: launch(train, cluster); start a script with torchrun --nproc-per-node "
             f"{machines.levels[0].size} train.py",
         )
-    return _launch(fn, machines.world, *args, timeout=timeout, local=machines.levels[0].size, restarts=restarts)
+    return _launch(
+        fn, machines.world, *args, timeout=timeout, local=machines.levels[0].size, restarts=restarts, grace=grace
+    )
 
 
 def planned(model: nn.Module, cluster: ClusterLike, sample: Any, options: Options) -> tuple[Plan, Graph]:

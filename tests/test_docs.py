@@ -115,3 +115,14 @@ def test_every_kind_of_extension_touches_at_most_four_packages() -> None:
         assert 1 <= len(named) <= 4, kind
         for room in named:
             assert (ROOT / room).exists() or (ROOT / "autopart" / room).exists(), room
+
+
+def test_every_fault_of_the_table_has_a_test_that_exists_or_a_reason() -> None:
+    page = (ROOT / "docs/faults.md").read_text()
+    rows = re.findall(r"^\| (F\d+) \| ([^|]+) \| ([^|]+) \|$", page, re.MULTILINE)
+    assert [number for number, *_ in rows] == [f"F{number}" for number in range(1, 21)]
+    for number, _, shown in rows:
+        tests = re.findall(r"`([\w/]+\.py)::(\w+)`", shown)
+        assert tests or "not done:" in shown, number
+        for path, test in tests:
+            assert f"\ndef {test}(" in (ROOT / "tests" / path).read_text(), f"{number}: {path}::{test}"

@@ -17,7 +17,7 @@ import torch
 
 from autopart.capture import CaptureCache
 from autopart.ir.cluster import Cluster
-from autopart.ir.errors import UsageError
+from autopart.ir.errors import CheckpointError, UsageError
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program
 from autopart.ir.timeline import Span, Timeline
@@ -66,7 +66,7 @@ class Pipe(PipeState):
         session = Session(self._captures, self._cluster, self._options)
         session.bring_up(arguments, sharded=sharded)
         self._session = session
-        session.calls.pending = self._saver.failure
+        session.calls.pending, session.calls.forget = self._saver.failure, self._saver.forget
         take_masters(session, self._restored)
         self._unwatch = watch_optimizers(session.world.size, lambda: session.tensors)
         return session
@@ -354,8 +354,12 @@ class Pipe(PipeState):
         if session is None:
             return
         self._at_close, self._session = self._facts, None
+        failed: CheckpointError | None = None
         try:
-            self._saver.close(session, healthy=session.calls.healthy)
+            try:
+                self._saver.close(session, healthy=session.calls.healthy)
+            except CheckpointError as error:  # all ranks raise it, and their weights still come together
+                failed = error
             if self._superseded:
                 pass  # the newer pipe has the trained values
             elif sync and session.calls.healthy:
@@ -363,7 +367,10 @@ class Pipe(PipeState):
                     sync_state(session, at_the_end=True)
             elif self._steps:
                 empty_foreign(session)
+            if failed is not None:
+                raise failed
         finally:
+            self._stopped = session.world.stop_requested
             session.close()
 
     def __enter__(self) -> Pipe:

@@ -56,7 +56,7 @@ class PipeState(ModuleSurface):
         self._number = next(_NUMBERS)
         self._restored: Mapping[str, torch.Tensor] = {}
         self.companions: dict[str, Companion] = {}
-        self._closed = self._whole = False
+        self._closed = self._whole = self._stopped = False
         self._at_close: tuple[int, Plan, Graph] | None = None
 
     @property
@@ -115,6 +115,12 @@ class PipeState(ModuleSurface):
     def _superseded(self) -> bool:
         """Whether a newer pipe of the same model has trained."""
         return _TRAINED.get(self.model, 0) > self._number
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether a rank was asked to stop by SIGTERM or SIGUSR1; True on all ranks after the same call, also after
+        `close`.  While a pipe runs, the first SIGTERM does not end its process: save, and leave the loop."""
+        return self._stopped if self._session is None else self._session.world.stop_requested
 
     # -- like a module ------------------------------------------------------------------------------------------
 

@@ -6,8 +6,10 @@ On request Gloo carries CUDA tensors too, staged through the host: then several 
 
 from __future__ import annotations
 
+import logging
 import math
 import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
@@ -23,11 +25,13 @@ from autopart.runtime.group.carriers import CARRIERS, NcclCarrier
 from autopart.runtime.group.rendezvous import UNWATCHED
 from autopart.runtime.group.shared_group import default_timeout_s, shared_group
 from autopart.runtime.watch.slow_phase import watch_slow_phases
+from autopart.runtime.watch.stop_signals import stop_signals
 
 E = TypeVar("E", bound=BaseException)
 T = TypeVar("T")
 
 AUTO, NCCL, GLOO = "auto", "nccl", "gloo"
+_log = logging.getLogger("autopart")
 PLANNING_TIMES = 10
 """Planning and capturing may take this many times `timeout=`, if that is given."""
 
@@ -38,7 +42,11 @@ def transports() -> tuple[str, ...]:
 
 
 class World:
-    """The rank and device of this process, the number of ranks, and collectives.  With one rank no group is opened."""
+    """The rank and device of this process, the number of ranks, and collectives.  With one rank no group is opened.
+
+    stop_requested: whether a rank was asked to stop (`watch.stop_signals`).  Every exchange of numbers carries it, so
+    it becomes True on all ranks in the same one.
+    """
 
     def __init__(
         self,
@@ -65,6 +73,7 @@ class World:
         self._lease: int | None = None
         self._known: BaseException | None = None
         self._waiting = waiting()
+        self.stop_requested = self._catching = False
         if kind == "cuda":
             require_devices(torch.cuda.device_count(), local_ranks(size), self.transport)
         if size > 1 or dist.is_initialized():
@@ -72,6 +81,8 @@ class World:
         try:
             self.device = self._device(kind)
             self.carrier = self._carrier()
+            self._catching = True
+            stop_signals.enter()
         except BaseException:
             self.close()
             raise
@@ -96,6 +107,9 @@ class World:
 
     def close(self) -> None:
         """Destroy the groups made here, and the default group when no other world uses it.  Safe to call twice."""
+        if self._catching:
+            self._catching = False
+            stop_signals.leave()
         if self._lease is None:
             return
         lease, self._lease = self._lease, None
@@ -238,18 +252,32 @@ class World:
     def begin_gathering(self, numbers: Sequence[float]) -> Callable[[], list[list[float]]]:
         """Send numbers to every rank, as many as each of them does; return a function that waits for those of all, by
         rank.  Collective."""
+        told = [*numbers, float(stop_signals.asked)]
         if self.size == 1:
-            return lambda: [list(numbers)]
-        mine = torch.tensor(numbers, dtype=torch.float64)
+            return lambda: self._without_stop([told])
+        mine = torch.tensor(told, dtype=torch.float64)
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
         work = dist.all_gather(everyone, mine, group=shared_group.group, async_op=True)
 
         def gathered() -> list[list[float]]:
             with self._waiting:
                 work.wait()
-            return [row.tolist() for row in everyone]
+            return self._without_stop([row.tolist() for row in everyone])
 
         return gathered
+
+    def _without_stop(self, rows: list[list[float]]) -> list[list[float]]:
+        """Take from what all ranks sent whether one of them was asked to stop, and return the rest."""
+        asked = [(rank, int(row.pop())) for rank, row in enumerate(rows)]
+        if not self.stop_requested and any(number for _, number in asked):
+            self.stop_requested = True
+            if self.rank == 0:
+                rank, number = next(each for each in asked if each[1])
+                _log.warning(
+                    "rank %d got %s: pipe.stop_requested is True on all ranks; save and end the run (a second SIGTERM "
+                    "ends a process now)", rank, signal.Signals(number).name,
+                )  # fmt: skip
+        return rows
 
     def gather_objects(self, content: T) -> list[T]:
         """Return what every rank gives, pickled on its way, by rank.  Collective."""

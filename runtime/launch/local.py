@@ -24,13 +24,15 @@ def launch(
     timeout: float | None = None,
     local: int | None = None,
     restarts: int = 0,
+    grace: float = 30.0,
 ) -> list[Any]:
     """Run fn(*args) on `world` ranks and return their results by rank.
 
     Under torchrun, srun or mpirun this process is one of the ranks: fn is called here and the list holds its result
     alone.  Otherwise `world` local processes are started; fn, args and results are pickled.  timeout: seconds for
     everything but planning, None for no limit.  local: ranks on each host of the cluster, for messages.
-    restarts: how often all ranks may be started again after a failure (`restarts.run_generations`).
+    restarts: how often all ranks may be started again after a failure; grace: seconds that they have to end after
+    SIGTERM to this process (`restarts.run_generations`).
     Raises UsageError (fn cannot be sent, or the script has no __main__ guard), ClusterError (torchrun runs another
     number of ranks), WorkerError (a process died, raised or ran out of time), or the AutopartError of the first rank
     that failed, with its rank and stage in `where`.
@@ -47,7 +49,7 @@ def launch(
     if not isinstance(world, int) or isinstance(world, bool) or world < 1:
         raise UsageError(f"the number of ranks is {world!r}", why="it must be an integer of at least 1")
     call, deadline = pickle_call(fn, args), None if timeout is None else time.monotonic() + timeout
-    return run_generations(world, call, name_of(fn), deadline, restarts)
+    return run_generations(world, call, name_of(fn), deadline, restarts, grace)
 
 
 def under_torchrun(env: Mapping[str, str] = os.environ) -> bool:

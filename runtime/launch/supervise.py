@@ -8,9 +8,11 @@ kernel chose, and workers join it as torchrun's workers do.
 from __future__ import annotations
 
 import atexit
+import math
 import multiprocessing
 import os
 import pickle
+import signal
 import socket
 import threading
 import time
@@ -29,6 +31,7 @@ from autopart.runtime.launch.reasons import GUARD, UNGUARDED, Death, error_for, 
 from autopart.runtime.launch.worker import READY, Failure, Success
 from autopart.runtime.watch.launcher import STOPPED_S
 from autopart.runtime.watch.states import no_answer, state_of_rank
+from autopart.runtime.watch.stop_signals import StopSignals
 
 GRACE_S = 1.0  # for other reports to arrive after the first failure, and again between SIGTERM and SIGKILL
 CLOSE_S = 5.0  # for an orderly exit
@@ -50,9 +53,13 @@ class Member:
 class Fleet:
     """`world` live worker processes and the store through which they find each other."""
 
-    def __init__(self, world: int, deadline: float | None = None, generation: int = 0) -> None:
+    def __init__(
+        self, world: int, deadline: float | None = None, generation: int = 0, stop: StopSignals | None = None,
+        grace_s: float = 0.0,
+    ) -> None:  # fmt: skip
         """Start the processes and wait until all are up.  deadline: in time.monotonic() seconds.
-        generation: how often the ranks were restarted before.
+        generation: how often the ranks were restarted before.  stop: signals to this process, which are passed on to
+        the ranks.  grace_s: seconds that they then have to end after SIGTERM.
 
         Raises UsageError if the main script lacks its guard, WorkerError if a process does not come up.
         """
@@ -60,6 +67,8 @@ class Fleet:
         self._statuses = [spawn.RawValue(SharedStatus) for _ in range(world)]
         self.members: list[Member] = []
         self._store: Any = None
+        self._stop, self._grace_s = stop, grace_s
+        self._killed_at = math.inf  # end of the grace after SIGTERM, whatever the ranks do
         self.cause: Failure | Death | None = None
         """Why it failed, if it did."""
         atexit.register(self.kill)
@@ -126,7 +135,8 @@ class Fleet:
             if now - before > STOPPED_S:  # this process was itself stopped
                 stopped.clear()
             before = now
-            remaining = POLL_S if deadline is None else min(POLL_S, deadline - now)
+            self._pass_signals_on()
+            remaining = min(POLL_S, self._killed_at - now, POLL_S if deadline is None else deadline - now)
             if remaining <= 0:
                 break
             missing = [m for m in self.members if m.rank not in answers]
@@ -141,12 +151,23 @@ class Fleet:
                     deadline = limit if deadline is None else min(deadline, limit)
         return answers
 
+    def _pass_signals_on(self) -> None:
+        """Pass the signals that ask this process to stop on to the ranks, which then have the grace to end."""
+        for number in self._stop.take() if self._stop is not None else ():
+            for member in self.members:
+                if member.process.exitcode is None and member.process.pid is not None:
+                    os.kill(member.process.pid, number)
+            if number == signal.SIGTERM:
+                self._killed_at = min(self._killed_at, time.monotonic() + self._grace_s)
+
     def _fail(self, answers: Mapping[int, Any], doing: str) -> NoReturn:
         """End all processes and raise the first cause, or name the ranks that did not answer."""
         cause = self.cause = first_cause(answers.values())
         self.kill()
         if cause is not None:
             raise error_for(cause, self._statuses[cause.rank], doing)
+        if self._killed_at < math.inf:
+            doing += f", {self._grace_s:g} s after SIGTERM"
         raise no_answer([state_of_rank(*each) for each in enumerate(self._statuses)], answers.keys(), doing)
 
     def kill(self) -> None:

@@ -15,6 +15,8 @@ _IN_FP32 = (
     "this device has no such op in half precision: call it on x.float() under torch.autocast(device_type, "
     "enabled=False) in forward()"
 )
+_NO_MEMORY = re.compile(r"out of memory|can't allocate memory", re.IGNORECASE)
+_SMALLER = "the stage needs more memory than there is: take more stages or micro-batches, or recompute='all'"
 
 
 def failing_op(error: BaseException) -> str | None:
@@ -37,9 +39,12 @@ def located(error: Exception, action: Action, rank: int, ops: Mapping[str, Op]) 
     op = ops.get(failing_op(error) or "")
     where = f"module {op.module}, {op.target} at {op.where}" if op else ""
     why = (str(error).splitlines() or [""])[0]
+    fix = _IN_FP32 if "not implemented for 'Half'" in why or "not implemented for 'BFloat16'" in why else ""
+    if isinstance(error, MemoryError) or _NO_MEMORY.search(why):
+        fix = _SMALLER
     return StageError(
         f"{action.slot}, {action.is_a.label}: {type(error).__name__}",
         where=", ".join(part for part in (f"rank {rank}", where) if part),
         why=why,
-        fix=_IN_FP32 if "not implemented for 'Half'" in why or "not implemented for 'BFloat16'" in why else "",
+        fix=fix,
     )

@@ -7,7 +7,14 @@ import time
 from pathlib import Path
 
 import pytest
-from support.jobs.failing_jobs import WORLD, exit_in_step, healthy_step, train_in_many_stages, train_until_failure
+from support.jobs.failing_jobs import (
+    WORLD,
+    exit_in_step,
+    healthy_step,
+    train_in_many_stages,
+    train_until_failure,
+    without_memory,
+)
 from support.oracles.ended import LIMIT_S, failed
 from support.workers import Workers
 
@@ -121,3 +128,9 @@ def test_what_raises_there_is_reported_once(workers, schedule, phase):
 def test_after_a_failure_new_workers_train(workers):
     failed(workers, train_until_failure, "forward", "raise", 1, "")
     assert len(set(workers.run(healthy_step))) == 1
+
+
+def test_a_stage_without_memory_is_named_on_all_ranks_with_what_to_do(pair):
+    first, second = pair.run(without_memory)
+    assert second.startswith("StageError: stage 1, micro-batch 0") and "take more stages or micro-batches" in second
+    assert first.startswith("WorkerError: rank 1 failed first: StageError: stage 1, micro-batch 0")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
@@ -219,3 +220,14 @@ def test_a_plan_of_a_hundred_thousand_ops_is_read() -> None:
     again = ",".join(f'["op_{i}"]' for i in range(100_000))
     plan = plan_from_json(decision(ops=names).replace('"ranks"', f'"recompute": [{again}], "ranks"'))
     assert len(plan.stages[0].recompute) == 100_000
+
+
+def test_a_pickle_in_place_of_a_plan_or_a_cluster_is_never_run(tmp_path: Path) -> None:
+    class Touch:
+        def __reduce__(self) -> object:
+            return os.mkdir, (str(tmp_path / "run"),)
+
+    path = tmp_path / "file.json"
+    path.write_bytes(pickle.dumps(Touch()))
+    assert refusal(partial(load_plan, path)) != "accepted" and refusal(partial(parse_cluster, path)) != "accepted"
+    assert not (tmp_path / "run").exists()

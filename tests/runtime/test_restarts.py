@@ -3,7 +3,6 @@ the table of faults)."""
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -41,7 +40,7 @@ def test_pauses_double_while_ranks_fail_soon(monkeypatch: pytest.MonkeyPatch) ->
     class Failing:
         cause = None
 
-        def __init__(self, world: int, deadline: float | None, generation: int) -> None:
+        def __init__(self, world: int, deadline: float | None, generation: int, **_: object) -> None:
             self.generation = generation
 
         def run(self, call: bytes, name: str, deadline: float | None) -> list[object]:
@@ -51,7 +50,7 @@ def test_pauses_double_while_ranks_fail_soon(monkeypatch: pytest.MonkeyPatch) ->
             pass
 
     monkeypatch.setattr(restarts, "Fleet", Failing)
-    monkeypatch.setattr(time, "sleep", pauses.append)
+    monkeypatch.setattr(restarts, "_pause", lambda seconds, stop: pauses.append(seconds))
     with pytest.raises(WorkerError, match="failure 10"):
         restarts.run_generations(1, b"", "train", None, 10)
     assert pauses == [min(30.0, 0.1 * 2**n) for n in range(10)]

@@ -78,16 +78,61 @@ def soak(folder: Path, kills: int) -> None:
     print("last", last)
 
 
-@pytest.mark.parametrize("kills", [40, pytest.param(200, marks=pytest.mark.slow)])
-def test_the_last_complete_checkpoint_is_loaded_after_a_kill_at_any_instant(tmp_path, kills):
-    # A process of its own: it is forked while it has one thread.
+FILE_OPERATIONS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree"}
+
+
+def end_before(folder: Path, number: int) -> None:
+    """End this process before an operation on files in a folder."""
+    left = [number]
+
+    def look(event: str, args: tuple[object, ...]) -> None:
+        if event in FILE_OPERATIONS and args and str(args[0]).startswith(str(folder)):
+            left[0] -= 1
+            if left[0] < 0:
+                os._exit(1)
+
+    sys.addaudithook(look)
+
+
+def every_operation(folder: Path) -> None:
+    """Save in a process that ends before its operation number 0, 1, 2, ... until one comes to its end."""
+    saving(folder, 0, 2)
+    last, number, ended = 1, 0, 1
+    while ended:
+        child = os.fork()
+        if child == 0:
+            end_before(folder, number)
+            saving(folder, last + 1, 1)
+            os._exit(0)
+        ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        found = last_of(folder)
+        assert found in ((last, last + 1) if ended else (last + 1,)), (number, found, last)
+        last, number = found, number + 1
+    print("operations", number)
+
+
+def run_alone(*args: str) -> int:
+    """Run this file in a process of its own, which forks while it has one thread; returns the last number that it
+    prints."""
     done = subprocess.run(
-        [sys.executable, __file__, str(tmp_path / "run"), str(kills)],
+        [sys.executable, __file__, *args],
         capture_output=True, text=True, timeout=250, env={**os.environ, "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    assert int(done.stdout.split()[-1]) > kills / 10  # some saves came to their end in between
+    return int(done.stdout.split()[-1])
+
+
+def test_a_save_that_ends_before_any_of_its_file_operations_leaves_a_whole_checkpoint(tmp_path):
+    assert run_alone(str(tmp_path / "run"), "operations") > 15
+
+
+@pytest.mark.parametrize("kills", [40, pytest.param(200, marks=pytest.mark.slow)])
+def test_the_last_complete_checkpoint_is_loaded_after_a_kill_at_any_instant(tmp_path, kills):
+    assert run_alone(str(tmp_path / "run"), str(kills)) > kills / 10  # some saves came to their end in between
 
 
 if __name__ == "__main__":
-    soak(Path(sys.argv[1]), int(sys.argv[2]))
+    if sys.argv[2] == "operations":
+        every_operation(Path(sys.argv[1]))
+    else:
+        soak(Path(sys.argv[1]), int(sys.argv[2]))

@@ -20,6 +20,8 @@ NAMES = (
 END = "the end of the batches"
 """Stands for the signature of a batch where the batches of a rank have ended."""
 AS_BEFORE = "Gradients and buffers are as before it"
+_BESIDE = 2.0
+"""Says that a rank's failure is of something beside the calls (`Calls.pending`); 1 is one of the call."""
 _ROOM = 128  # counts of a batch that fit into the exchange of a call
 _HEAD = 9  # numbers that every rank sends with every call
 _ALIKE = (4, 6, 7)  # places of those that must be equal on all ranks: model version, loss scale, sharded
@@ -42,10 +44,11 @@ class Calls:
     """The collective calls of one rank, numbered, and whether one of them has failed.
 
     left: what a failure leaves behind, for messages.  pending: returns an error of something that went on beside the
-    calls, None without one; the next call raises it on all ranks, before it does anything.  refused: calls that cannot
-    be made now, by name, with what returns the error that all ranks raise.  looked_at_late: whether ranks tell of calls
-    that they look at only after others; a rank that makes another call then ends the pipe, since the others may wait
-    for it by the time they would see that.
+    calls, None without one; the next call raises it on all ranks, before it does anything.  forget: called on all ranks
+    then, since what the others find later is the same failure.  refused: calls that cannot be made now, by name, with
+    what returns the error that all ranks raise.  looked_at_late: whether ranks tell of calls that they look at only
+    after others; a rank that makes another call then ends the pipe, since the others may wait for it by the time they
+    would see that.
     """
 
     def __init__(self, world: World) -> None:
@@ -54,6 +57,7 @@ class Calls:
         self._failure = ""
         self.left = AS_BEFORE
         self.pending: Callable[[], BaseException | None] = lambda: None
+        self.forget: Callable[[], None] = lambda: None
         self.refused: dict[str, Callable[[], BaseException]] = {}
         self.looked_at_late = False
 
@@ -83,12 +87,14 @@ class Calls:
         """
         if counts is not None and len(counts) > _ROOM:
             counts = None
-        failure = failure or self.pending() or (self.refused[name]() if name in self.refused else None)
+        beside = None if failure is not None else self.pending()
+        failure = failure or beside or (self.refused[name]() if name in self.refused else None)
         self._count += 1
         doing = f"call {self._count}: {name}"
+        failed = _BESIDE if beside is not None else float(failure is not None)
         set_activity(doing)
         mine = [
-            float(NAMES.index(name)), float(self._count), float(failure is not None), digest_of(signature),
+            float(NAMES.index(name)), float(self._count), failed, digest_of(signature),
             digest_of(version), float(rows), scale, float(sharded), float(counts is not None),
             *(counts or ()), *[0.0] * (_ROOM - len(counts or ())),
         ]  # fmt: skip
@@ -114,6 +120,8 @@ class Calls:
             if row[:2] != found[0][:2]:
                 different = _different_calls(rank, found[0], row)
                 raise different if self.looked_at_late else self._world.known(different)
+        if any(row[2] == _BESIDE for row in found):
+            self.forget()
         if any(row[2] for row in found):
             raise_first(self._world, failure, "preparing the batch")
         holders = [rank for rank, row in enumerate(found) if row[3]]

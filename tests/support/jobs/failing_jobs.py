@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import threading
 import time
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 import autopart
+from autopart.ir.errors import AutopartError
 from autopart.runtime.stages.weight_gradients import WeightGradient
 from support.models.peer_models import WIDTH, Stack, pair
 from support.models.small_models import Small
@@ -145,6 +147,36 @@ def healthy_step() -> float:
     """Return the loss of a step in which no failure is armed."""
     _armed.clear()
     return open_pipe().step(CASE.batch(8)).item()
+
+
+class Swelling(nn.Module):
+    """Two layers, of which the second needs 16 MB for each number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x)).unsqueeze(-1).expand(-1, -1, 4_000_000).contiguous().mean(-1)
+
+
+def without_memory() -> str:
+    """Return the error of a step for which stage 1 gets no memory."""
+    sample = torch.ones(8, 4), torch.ones(8, 4)
+    options = {"cuts": ["second"], "micro_batches": 2, "loss_fn": nn.functional.mse_loss, "costs": "analytic"}
+    pipe = autopart.compile(Swelling(), "cpu:2", sample=sample, **options)
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    try:
+        if pipe.rank == 1:
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (100 << 20), before[1]))
+        pipe.step(sample)
+    except AutopartError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+        pipe.close(sync=False)
+    return ""
 
 
 def exit_in_step(clock: str) -> None:

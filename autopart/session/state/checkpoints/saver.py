@@ -99,7 +99,7 @@ class Saver:
             else:
                 contents = contents.copied()
         if not request.wait:
-            self.background = Background(partial(self._in_background, draft, contents, publishing))
+            self.background = Background(partial(self._in_background, draft, contents, publishing), draft)
             return draft.folder.with_suffix("")
         with _erased(draft):
             return from_rank(world, 0, _SAVING, publishing)
@@ -124,12 +124,11 @@ class Saver:
     def _in_background(
         self, draft: Draft, contents: Contents, publishing: Callable[[], Path], give_up: threading.Event
     ) -> None:
-        with _erased(draft):
-            _written(partial(write_part, draft, contents), draft)
-            if draft.rank == 0 and wait_for_parts(draft, give_up):
-                publishing()
-            elif draft.rank == 0:
-                shutil.rmtree(draft.folder, ignore_errors=True)
+        _written(partial(write_part, draft, contents), draft)
+        if draft.rank == 0 and wait_for_parts(draft, give_up):
+            publishing()
+        elif draft.rank == 0:
+            shutil.rmtree(draft.folder, ignore_errors=True)
 
     def failure(self) -> BaseException | None:
         """Return, once, what failed in the background; the call that is made next raises it on all ranks."""
@@ -138,6 +137,11 @@ class Saver:
             return None
         running.told = True
         return running.failure
+
+    def forget(self) -> None:
+        """Raise nothing more of the save in the background, since one rank's failure was raised on all."""
+        if self.background is not None:
+            self.background.told = True
 
     def settle(self, session: Session) -> None:
         """Wait until a save in the background has ended on all ranks; nothing is sent without one, which every rank
@@ -151,23 +155,39 @@ class Saver:
         if session.world.rank == 0:
             mine.wait(give_up=failed)
         untold = self.failure()
-        self.background = None
+        self._end_background(mine)
         with together(session.world, _SAVING):
             if untold is not None:
                 raise untold
+
+    def _end_background(self, ended: Background) -> None:
+        """Delete what a save leaves that was not published; while others may still write, nobody does."""
+        self.background = None
+        if ended.draft.rank == 0:
+            shutil.rmtree(ended.draft.folder, ignore_errors=True)
 
     def close(self, session: Session, *, healthy: bool) -> None:
         """Wait for a save in the background, and let other runs use the folder.  Collective if `healthy`."""
         try:
             if self.background is not None and healthy:
-                with session.call("close"):  # agreed first: another rank may make another call
-                    self.settle(session)
-            elif self.background is not None:
-                self.background.wait(give_up=True)
+                self._settle_at_close(session)
         finally:
+            if self.background is not None:  # the ranks are apart: parts of the others may never come
+                self.background.wait(give_up=True)
+                self._end_background(self.background)
             if self.root is not None:
                 self.root.close()
                 self.root = None
+
+    def _settle_at_close(self, session: Session) -> None:
+        try:
+            with session.call("close"):  # agreed first: another rank may make another call
+                self.settle(session)
+        except CheckpointError:  # of all ranks alike: a part of the save has failed, and others may still be written
+            if self.background is not None:
+                with session.call("close"):
+                    self.settle(session)
+            raise
 
     def load(self, session: Session, folder: str | os.PathLike[str], around: Around) -> tuple[Document, Any]:
         """Load a checkpoint; returns its document and what was saved as `extra`.  Collective; see `Pipe.load`."""

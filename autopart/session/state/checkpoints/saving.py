@@ -87,11 +87,13 @@ def publish(draft: Draft, root: Root, keep: int | None, config: str | None) -> P
 class Background:
     """One save that goes on while training does.
 
-    failure: what failed, None so far.  told: whether it was raised; a later call on all ranks does (`Saver.failure`).
+    draft: the checkpoint that is written.  failure: what failed, None so far.  told: whether a failure of the save was
+    raised; a later call on all ranks does (`Saver.failure`).
     """
 
-    def __init__(self, work: Callable[[threading.Event], None]) -> None:
+    def __init__(self, work: Callable[[threading.Event], None], draft: Draft) -> None:
         """Start the work.  It is given an event that tells it to give up."""
+        self.draft = draft
         self.failure: BaseException | None = None
         self.told = False
         self._give_up = threading.Event()

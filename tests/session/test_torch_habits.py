@@ -50,7 +50,6 @@ def test_a_pipe_is_not_called_and_not_moved(pipe: autopart.Pipe) -> None:
     [
         ("module", "pipe.model"),
         ("no_sync", "optimizer.step() every n-th time"),
-        ("save_pretrained", "pipe.sync_model() on every rank"),
         ("norm", "pipe.model.norm is the model's own"),
         ("nonsense", "docs/pipe.md"),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import nn
@@ -39,6 +39,9 @@ class Averageable(Protocol):
 
     def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield this rank's buffers."""
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the model returns in eval mode."""
 
 
 class _Kept(nn.Module):
@@ -131,6 +134,16 @@ class AveragedModel:
             raise _inside("update_parameters")
         self._require_all()
         self._averaged.update_parameters(self._kept)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the model returns in eval mode with the averages (`Pipe.predict` inside `applied`), on every rank.
+        Collective.  For many batches enter `applied` once."""
+        with self.applied():
+            return self._pipe.predict(*args, **kwargs)
+
+    def eval(self) -> Self:
+        """Return itself, for torch's scripts: a call runs in eval mode, whatever mode the pipe trains in."""
+        return self
 
     @contextmanager
     def applied(self) -> Iterator[None]:

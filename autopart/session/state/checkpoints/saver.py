@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from autopart.files.checkpoints.document import Document, read_document
-from autopart.files.checkpoints.folders import Root, checkpoint_at
+from autopart.files.checkpoints.folders import Root, checkpoint_at, found_at
 from autopart.files.checkpoints.values import decoded, encoded
 from autopart.ir.errors import CheckpointError, UsageError
 from autopart.session.ranks.agreement import from_rank, together
@@ -169,16 +169,21 @@ class Saver:
                 self.root.close()
                 self.root = None
 
-    def load(self, session: Session, folder: str | os.PathLike[str], around: Around) -> tuple[Document, Any]:
-        """Load a checkpoint; returns its document and what was saved as `extra`.  Collective; see `Pipe.load`."""
+    def load(
+        self, session: Session, folder: str | os.PathLike[str], around: Around, *, missing_ok: bool = False
+    ) -> tuple[Document | None, Any]:
+        """Load a checkpoint; returns its document, None if there was none to load, and what was saved as `extra`.
+        Collective; see `Pipe.load`."""
         world = session.world
         self.settle(session)
 
-        def read() -> tuple[Path, Document]:
-            path = checkpoint_at(folder)
-            return path, read_document(path)
+        def read() -> tuple[Path, Document | None]:
+            path = found_at(folder) if missing_ok else checkpoint_at(folder)
+            return (path, read_document(path)) if path is not None else (Path(folder), None)
 
         path, document = from_rank(world, 0, "loading a checkpoint", read)
+        if document is None:
+            return None, None
         names = driven_names(session, around.placeholder)
         own = own_state(session)
         held, owners = session.tensors.held, session.context.placement.owners

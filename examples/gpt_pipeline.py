@@ -2,8 +2,8 @@
 
     python examples/gpt_pipeline.py --checkpoint runs/gpt --out gpt.pt
 
-gpt_plain.py is this script in one process; `diff` shows what changes.  When a process dies, all are started again and go
-on from the last checkpoint, and so does a new start.
+gpt_plain.py is this script in one process; `diff` shows what changes.  When a process dies, all are started again and
+go on from the last checkpoint, and so does a new start.
 """
 
 from __future__ import annotations
@@ -119,7 +119,9 @@ def train(args: argparse.Namespace) -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a GPT on the standard library's source files.")
-    parser.add_argument("--checkpoint", type=Path, required=True, help="what to write while training, and to go on from")
+    parser.add_argument(
+        "--checkpoint", type=Path, required=True, help="what to write while training, and to go on from"
+    )
     parser.add_argument("--out", type=Path, required=True, help="file for the trained weights")
     parser.add_argument("--steps", type=int, default=300, help="steps of the optimizer")
     parser.add_argument("--every", type=int, default=50, help="steps between two evaluations and checkpoints")

@@ -3,7 +3,8 @@
     python examples/gpt_plain.py --checkpoint runs/gpt.pt --out gpt.pt
 
 With gradient accumulation, weight decay of the matrices alone, a cosine schedule, clipping and evaluation.  Started
-again, it goes on from its last checkpoint.  gpt_pipeline.py is this script over two processes; `diff` shows what changes.
+again, it goes on from its last checkpoint.  gpt_pipeline.py is this script over two processes; `diff` shows what
+changes.
 """
 
 from __future__ import annotations
@@ -122,7 +123,9 @@ def train(args: argparse.Namespace) -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a GPT on the standard library's source files.")
-    parser.add_argument("--checkpoint", type=Path, required=True, help="what to write while training, and to go on from")
+    parser.add_argument(
+        "--checkpoint", type=Path, required=True, help="what to write while training, and to go on from"
+    )
     parser.add_argument("--out", type=Path, required=True, help="file for the trained weights")
     parser.add_argument("--steps", type=int, default=300, help="steps of the optimizer")
     parser.add_argument("--every", type=int, default=50, help="steps between two evaluations and checkpoints")

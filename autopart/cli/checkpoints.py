@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 
 from autopart.cli.flags import Json
@@ -14,6 +15,8 @@ from autopart.files.checkpoints.document import Document, check_file, read_docum
 from autopart.files.checkpoints.folders import checkpoint_at
 from autopart.files.checkpoints.tensor_files import TensorFiles, open_tensors, write_tensors
 from autopart.ir.errors import CheckpointError, UsageError
+from autopart.session.state.averaged_model import AVERAGES
+from autopart.session.state.checkpoints.contents import COMPANION
 
 app = typer.Typer(name="checkpoint", help="Look at checkpoints, check them, and export their weights.")
 
@@ -88,10 +91,27 @@ def verify(folder: Folder) -> None:
         raise typer.Exit(1)
 
 
+def _averages(path: Path, document: Document) -> dict[str, torch.Tensor]:
+    """Return the averages that a checkpoint holds, by the names of the weights."""
+    stored = TensorFiles([path / name for name in document.files if name.startswith("state-")])
+    home = f"{COMPANION}/{AVERAGES}/"
+    names = [name for name in stored.by_name if name.startswith(home)]
+    if not names:
+        raise CheckpointError(
+            "the checkpoint holds no averages",
+            where=str(path),
+            fix="make an autopart.AveragedModel(pipe) before pipe.save, or export without --averages",
+        )
+    return {name.removeprefix(home): tensor for name, tensor in stored.read_all(names)}
+
+
 @app.command()
 def export(
     folder: Folder,
     out: Annotated[Path, typer.Argument(help="The safetensors file to write, such as model.safetensors")],
+    averages: Annotated[
+        bool, typer.Option("--averages", help="The averages of an AveragedModel, not the weights")
+    ] = False,
 ) -> None:
     """Write the weights of a checkpoint into one safetensors file, by their original names."""
     if not prints_results():
@@ -101,12 +121,15 @@ def export(
     if out.exists():
         raise UsageError(f"{out} exists", fix="pass the name of a new file")
     for name in document.files:
-        if name.startswith("model-"):
+        if name.startswith("model-") or averages:
             check_file(path, name, document.files[name])
     weights = open_tensors(path)
+    tensors = dict(weights.read_all(weights.by_name))
+    if averages:
+        tensors |= _averages(path, document)
     draft = out.with_name(f".{out.name}.tmp")
     try:
-        write_tensors(draft, dict(weights.read_all(weights.by_name)))
+        write_tensors(draft, tensors)
         draft.replace(out)
     except OSError as error:
         draft.unlink(missing_ok=True)

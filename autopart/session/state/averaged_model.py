@@ -20,6 +20,8 @@ from autopart.session.state.module_surface import ModuleSurface
 Average = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | int], torch.Tensor]
 Tensors = tuple[torch.Tensor, ...] | list[torch.Tensor]
 Averages = Callable[[Tensors, Tensors, torch.Tensor | int], None]
+AVERAGES = "averages"
+"""The name of the first averages of a pipe in its checkpoints; later ones have a number behind it."""
 _CHANGING = ("step", "train", "load", "adopt")
 """Calls that would change or move parameters which hold averages."""
 
@@ -108,7 +110,7 @@ class AveragedModel:
         averages = [*copies.parameters(), *copies.buffers()]
         self._pairs = {name: (tensor, average) for (name, tensor), average in zip(live, averages, strict=True)}
         session.calls.refused["adopt"] = _no_adoption
-        title = "averages"
+        title = AVERAGES
         while title in pipe.companions:
             first, _, number = title.partition("-")
             title = f"{first}-{int(number or 1) + 1}"
@@ -136,7 +138,7 @@ class AveragedModel:
         self._averaged.update_parameters(self._kept)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the model returns in eval mode with the averages (`Pipe.predict` inside `applied`), on every rank.
+        """Return what the model returns in eval mode with the averages, on every rank: `Pipe.predict` inside `applied`.
         Collective.  For many batches enter `applied` once."""
         with self.applied():
             return self._pipe.predict(*args, **kwargs)

@@ -69,7 +69,7 @@ def train(args: argparse.Namespace) -> None:
 
     model = build(args.width, args.layers).train()
     model = autopart.compile(model, sample=collate(samples[: args.rows]))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, eps=1e-6)
     scheduler = transformers.get_linear_schedule_with_warmup(optimizer, 4, args.epochs * len(loader))
 
     first = model.load(args.checkpoint, optimizer, scheduler, missing_ok=True) or 0

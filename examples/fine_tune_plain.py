@@ -67,7 +67,7 @@ def train(args: argparse.Namespace) -> None:
     test_loader = DataLoader(held_back, batch_size=args.rows, collate_fn=collate)
 
     model = build(args.width, args.layers).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, eps=1e-6)
     scheduler = transformers.get_linear_schedule_with_warmup(optimizer, 4, args.epochs * len(loader))
 
     first = 0

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import swa_utils
 
+from autopart.files.checkpoints.document import AVERAGES
 from autopart.ir.errors import UsageError
 from autopart.passes.program.schedules import find, streams
 from autopart.session.session import Session
@@ -20,8 +21,6 @@ from autopart.session.state.module_surface import ModuleSurface
 Average = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | int], torch.Tensor]
 Tensors = tuple[torch.Tensor, ...] | list[torch.Tensor]
 Averages = Callable[[Tensors, Tensors, torch.Tensor | int], None]
-AVERAGES = "averages"
-"""The name of the first averages of a pipe in its checkpoints; later ones have a number behind it."""
 _CHANGING = ("step", "train", "load", "adopt")
 """Calls that would change or move parameters which hold averages."""
 

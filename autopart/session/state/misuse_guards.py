@@ -103,7 +103,7 @@ class Loss(torch.Tensor):
         )
 
     def __format__(self, spec: str) -> str:
-        return self.as_subclass(torch.Tensor).__format__(spec)  # torch formats no subclass: f"{loss:.3f}"
+        return format(self.as_subclass(torch.Tensor), spec)  # torch formats no subclass: f"{loss:.3f}"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain: Any = self.as_subclass(torch.Tensor)

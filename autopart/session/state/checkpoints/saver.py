@@ -81,6 +81,8 @@ class Saver:
 
     root: Root | None = None
     background: Background | None = None
+    copies: Contents | None = None
+    """What the last save in the background has written: its memory serves the next one."""
 
     def save(self, session: Session, around: Around, request: Request) -> Path:
         """Write a checkpoint; returns its folder, which exists once it is whole.  Collective; see `Pipe.save`."""
@@ -97,7 +99,7 @@ class Saver:
             if request.wait:
                 _written(partial(write_part, draft, contents), draft)
             else:
-                contents = contents.copied()
+                contents = self.copies = contents.copied(self.copies)
         if not request.wait:
             self.background = Background(partial(self._in_background, draft, contents, publishing))
             return draft.folder.with_suffix("")

@@ -22,7 +22,6 @@ ClusterName = Annotated[
     str, typer.Option("--cluster", help='"cpu:2", "cuda:8", "h200x8", or a .yaml, .toml or .json file')
 ]
 Seed = Annotated[int, typer.Option(help="Seed of the weights and of dropout")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table")]
 TraceFile = Annotated[
     Path | None,
     typer.Option(

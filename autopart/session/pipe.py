@@ -226,6 +226,8 @@ class Pipe(PipeState):
         folder: str | os.PathLike[str],
         optimizer: torch.optim.Optimizer | None = None,
         scheduler: HasState | None = None,
+        *,
+        missing_ok: bool = False,
     ) -> Any:
         """Load the newest checkpoint of a folder, or the one whose folder this is, and return its `extra`.  Collective.
 
@@ -233,10 +235,15 @@ class Pipe(PipeState):
         reads what it keeps.  Weights, buffers, masters, `steps`, the loss scale, and the state of the optimizer and the
         scheduler become those of the checkpoint; gradients become None.  Everything is read and compared with its hash
         on all ranks first: after a CheckpointError nothing has changed.
+
+        missing_ok: whether to change nothing and return None if rank 0 finds no checkpoint there, instead of raising.
         """
         require_folder(folder, None)
         with self.session.call("load") as session:
-            document, extra = self._saver.load(session, folder, self._around(optimizer, scheduler))
+            around = self._around(optimizer, scheduler)
+            document, extra = self._saver.load(session, folder, around, missing_ok=missing_ok)
+        if document is None:
+            return None
         self._steps = document.step
         if document.scaler is not None:
             self._scaler.load_state_dict(document.scaler)

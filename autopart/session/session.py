@@ -227,7 +227,7 @@ class Session:
         try:
             if name != "close":
                 self.captures.check_tensors()
-            if name not in ("close", "sync_model"):
+            if name not in ("close", "sync_model", "save_pretrained"):
                 self.tensors.masters.check()
         except FAILURES as error:
             failure = error

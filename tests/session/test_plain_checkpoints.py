@@ -208,3 +208,20 @@ def test_weights_are_read_by_other_tools_by_their_names(tmp_path):
     (file,) = folder.glob("model-*.safetensors")
     assert load_file(file).keys() == set(open_tensors(folder).by_name)
     assert json.loads((folder / "config.json").read_text())["architectures"] == ["GPT2LMHeadModel"]
+
+
+def test_the_first_run_of_a_script_may_find_no_checkpoint(tmp_path):
+    options = {"sample": jobs.batch(0), "costs": "analytic", **CUDA_FREE}
+    with autopart.compile(jobs.model(0), "cpu:1", **options) as pipe:
+        before = pipe.state_dict()
+        for folder in (tmp_path / "none", tmp_path):
+            with pytest.raises(autopart.CheckpointError, match="holds no checkpoint"):
+                pipe.load(folder)
+            assert pipe.load(folder, missing_ok=True) is None
+        after = pipe.state_dict()
+        assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+        autopart.save_from(jobs.model(1), tmp_path, extra="second", step=7)
+        assert pipe.load(tmp_path, missing_ok=True) == "second" and pipe.steps == 7
+        os.truncate(next((tmp_path / "step-00000007").glob("model-*")), 100)
+        with pytest.raises(autopart.CheckpointError):
+            pipe.load(tmp_path, missing_ok=True)

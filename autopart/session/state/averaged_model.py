@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import nn
 from torch.optim import swa_utils
 
+from autopart.files.checkpoints.document import AVERAGES
 from autopart.ir.errors import UsageError
 from autopart.passes.program.schedules import find, streams
 from autopart.session.session import Session
@@ -39,6 +40,9 @@ class Averageable(Protocol):
 
     def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield this rank's buffers."""
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the model returns in eval mode."""
 
 
 class _Kept(nn.Module):
@@ -105,7 +109,7 @@ class AveragedModel:
         averages = [*copies.parameters(), *copies.buffers()]
         self._pairs = {name: (tensor, average) for (name, tensor), average in zip(live, averages, strict=True)}
         session.calls.refused["adopt"] = _no_adoption
-        title = "averages"
+        title = AVERAGES
         while title in pipe.companions:
             first, _, number = title.partition("-")
             title = f"{first}-{int(number or 1) + 1}"
@@ -131,6 +135,16 @@ class AveragedModel:
             raise _inside("update_parameters")
         self._require_all()
         self._averaged.update_parameters(self._kept)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the model returns in eval mode with the averages, on every rank: `Pipe.predict` inside `applied`.
+        Collective.  For many batches enter `applied` once."""
+        with self.applied():
+            return self._pipe.predict(*args, **kwargs)
+
+    def eval(self) -> Self:
+        """Return itself, for torch's scripts: a call runs in eval mode, whatever mode the pipe trains in."""
+        return self
 
     @contextmanager
     def applied(self) -> Iterator[None]:

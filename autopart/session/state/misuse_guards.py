@@ -26,7 +26,6 @@ _INSTEAD = {
     "no_sync": "leave it out: step() only adds to .grad; to accumulate, give n steps scale=1 / n, and call "
     "optimizer.step() every n-th time",
     "module": "pipe.model is the model that was compiled; call pipe.sync_model() before you read its parameters",
-    "save_pretrained": "pipe.sync_model() on every rank, then pipe.model.save_pretrained(folder) on rank 0",
     "size": "pipe.world_size",
     "device": "pipe.cluster.devices[pipe.rank] describes this rank's device",
 }
@@ -102,6 +101,9 @@ class Loss(torch.Tensor):
             fix="leave backward() out: optimizer.zero_grad(); loss = pipe.step(batch); optimizer.step().  To weigh the "
             "loss: pipe.step(batch, scale=0.5)",
         )
+
+    def __format__(self, spec: str) -> str:
+        return format(self.as_subclass(torch.Tensor), spec)  # torch formats no subclass: f"{loss:.3f}"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain: Any = self.as_subclass(torch.Tensor)

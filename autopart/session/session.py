@@ -16,6 +16,7 @@ from autopart.capture.batch.batch import Batch, BatchReader
 from autopart.capture.batch.stand_in import with_rows
 from autopart.capture.derive.reduction import BatchRule
 from autopart.capture.guards import check_autocast, tied_names
+from autopart.capture.recent import Recent
 from autopart.capture.trained import refuse_meta
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import BatchError
@@ -79,7 +80,7 @@ class Session:
         self.options = options
         self._cluster = cluster
         self._reader = BatchReader()
-        self._kinds: dict[_Kind, Executor] = {}
+        self._kinds: Recent[_Kind, Executor] = Recent(_KEEP, lambda executor: executor.planned.program_bytes)
         self.spans: list[Span] | None = None
         self.tied: Mapping[str, str] = {}
         self.last_shares: tuple[tuple[int, ...], Shares] = ((), {})
@@ -176,7 +177,8 @@ class Session:
         self.context = context
         context.values.drop_foreign_gradients()
         signature = digest_of(repr(self._batch.signature()))
-        self._kinds = {("step", digest_of(self.captures.version), signature): executor}
+        self._kinds.clear()
+        self._kinds.add(("step", digest_of(self.captures.version), signature), executor)
         self._training = executor
         stages = planned.plan.decision.stages_of_rank(self.world.rank)
         set_rank_label(f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}" if stages else "idle")
@@ -307,7 +309,7 @@ class Session:
             with patient("capturing the model"):
                 batch = self.captures.settled(batch, largest_part(batch, mode, self.plan.decision), mode)
             signature = repr(batch.signature())
-            known = self._kinds.get((mode, digest_of(self.captures.version), digest_of(signature)))
+            known = self._kinds.peek((mode, digest_of(self.captures.version), digest_of(signature)))
             return batch, signature, known.count(batch) if known is not None else None, None
         except FAILURES as error:
             return batch, "", None, error
@@ -329,15 +331,15 @@ class Session:
         )  # fmt: skip
         if batch is not None and counts is not None and failure is None:
             kind = mode, digest_of(version), digest_of(signature)
-            executor = self._kinds[kind]
-            if executor.begin(batch, counts):
+            executor = self._kinds.peek(kind)
+            if executor is not None and executor.begin(batch, counts):
                 agree = partial(self._agree, settle, kind, batch, needed[0])
                 plan = replace(executor.plan(batch, key, scale), agree=agree)
                 self.last_shares = plan.rows, executor.shares
                 return executor, batch, plan
         known_signature, rows, missing, all_counts = settle()
         kind = mode, digest_of(version), known_signature
-        known = self._kinds.get(kind)
+        known = self._kinds.peek(kind)
         stand_in = known.stand_in if known is not None else None
         if stand_in is None and (missing or sharded):
             stand_in = shared_stand_in(self.world, batch, needed[0], known_signature)
@@ -371,14 +373,12 @@ class Session:
 
         A batch of another kind, or a model that was changed, may run another program than the one that was planned.
         """
-        executor = self._kinds.pop(kind, None)
+        executor = self._kinds.get(kind)
         if executor is None:
             rule = self._evaluation_rule(batch) if kind[0] == "loss" else None
             with together(self.world, "capturing the model"), patient("capturing the model"):
                 executor = new_executor(kind[0], self.context, batch, shards, self.graph, self.plan.decision, rule)
-        self._kinds[kind] = executor  # the last one to be forgotten
-        if len(self._kinds) > _KEEP:
-            del self._kinds[next(iter(self._kinds))]
+            self._kinds.add(kind, executor)
         return executor
 
     def _evaluation_rule(self, batch: Batch) -> BatchRule | None:

@@ -47,6 +47,9 @@ def counted(lengths: tuple[int, ...]) -> tuple[int, int, list[int], list[int]]:
         for length in lengths:
             p.step(batch(length))
         second = captures.made - first
+        kept = captures.kept
+        said = f"{len(kept)} of at most 128, " in p.explain() and f" {kept.hits} hits, {captures.made} made" in p.explain()
+        assert said, p.explain()
         exchanges = []
         for length in lengths:
             with mock.patch.multiple(World, **{n: _counting(n) for n in EXCHANGES}):

@@ -35,9 +35,8 @@ class CaptureCache:
     """Captures of `model` as it is; `refresh` forgets them when it changed.
 
     autocast: the region that the model and its loss run in (`run_in`).  trained: the model, and a loss function that
-    has parameters.  version: a digest of all changes that were seen, and the last ones in words;
-    equal on ranks whose models changed alike.  kept: the captures.  made: their number since the start, also of those that
-    are forgotten.
+    has parameters.  version: a digest of all changes that were seen, and the last ones in words; equal on ranks whose
+    models changed alike.  kept: the captures.  made: captures since the start, also those that are forgotten.
     """
 
     def __init__(self, model: nn.Module, loss_fn: LossFn | None = None) -> None:

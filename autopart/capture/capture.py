@@ -65,7 +65,7 @@ class Captured:
 
     @property
     def program_bytes(self) -> int:
-        """Estimated bytes of host memory that the program holds, without tensors; equal on ranks with equal programs."""
+        """Estimated bytes of host memory that the program holds, without tensors; equal for equal programs."""
         return _NODE_BYTES * len(self.module.graph.nodes)
 
     @property

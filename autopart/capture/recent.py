@@ -66,6 +66,5 @@ class Recent(Generic[K, V]):
         return (value for value, _ in self._entries.values())
 
     def __str__(self) -> str:
-        mib, most_mib = self.size_bytes / 2**20, self.most_bytes / 2**20
-        return f"{len(self)} of at most {self.most}, {mib:.1f} of at most {most_mib:.0f} MiB (estimated), {self.hits} hits"
-
+        mib = f"{self.size_bytes / 2**20:.1f} of at most {self.most_bytes / 2**20:.0f} MiB (estimated)"
+        return f"{len(self)} of at most {self.most}, {mib}, {self.hits} hits"

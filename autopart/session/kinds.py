@@ -11,8 +11,10 @@ from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision
 from autopart.ir.size import Size
 from autopart.passes.program.projection import check_gradients_stay, project_plan
-from autopart.session.evaluation import evaluated_rows, evaluation_decision
+from autopart.runtime.activity import patient
+from autopart.session.evaluation import evaluated_rows, evaluation_decision, evaluation_rule
 from autopart.session.executor import Executor, RankContext
+from autopart.session.ranks.agreement import from_rank
 from autopart.session.step.data import micro_rows
 
 
@@ -45,3 +47,18 @@ def new_executor(
     stages = decision.stages if same else project_plan(captured.graph, planned, decision)
     check_gradients_stay(captured.graph, stages, planned, decision)
     return Executor(mode, context, captured, replace(decision, stages=stages))
+
+
+def shared_rule(context: RankContext, batch: Batch, planned: Graph, decision: Decision) -> BatchRule | None:
+    """Return how an evaluated batch is cut, as the first rank finds it; None if it stays whole.  Collective.
+
+    planned, decision: the graph and the decision of the training plan.
+    """
+    if len(evaluated_rows("loss", batch, decision)) == 1:
+        return None
+
+    def derived() -> BatchRule | None:
+        with patient("preparing the batch"):
+            return evaluation_rule(context.captures, batch, planned, decision, context.options.loss_reduction)
+
+    return from_rank(context.world, decision.stages[0].ranks[0], "preparing the batch", derived)

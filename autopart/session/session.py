@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from autopart.capture import CaptureCache, Captured
-from autopart.capture.batch.batch import Batch, BatchReader
+from autopart.capture.batch.batch import Batch
 from autopart.capture.batch.stand_in import with_rows
 from autopart.capture.derive.reduction import BatchRule
 from autopart.capture.guards import check_autocast, tied_names
@@ -33,9 +33,8 @@ from autopart.runtime.engine import BatchPlan
 from autopart.runtime.group.world import World
 from autopart.runtime.sums.shared_values import SharedValues
 from autopart.runtime.tensors import LocalTensors, broadcast_weights_if_different
-from autopart.session.evaluation import evaluated_rows, evaluation_rule
 from autopart.session.executor import Executor, RankContext
-from autopart.session.kinds import largest_part, new_executor
+from autopart.session.kinds import largest_part, new_executor, shared_rule
 from autopart.session.placement import placement_of, relocate
 from autopart.session.ranks.agreement import FAILURES, from_rank, require_same_everywhere, together
 from autopart.session.ranks.call_sync import Calls, Given, digest_of
@@ -49,6 +48,7 @@ from autopart.session.step.data import (
     shared_stand_in,
 )  # fmt: skip
 from autopart.session.step.loss_shares import Shares
+from autopart.session.step.padded import PaddingReader
 
 _CALLS = {"step": "step", "loss": "eval_loss", "predict": "predict"}
 """The call of a pipe by the mode in which the model is captured."""
@@ -79,7 +79,7 @@ class Session:
         self.captures = captures
         self.options = options
         self._cluster = cluster
-        self._reader = BatchReader()
+        self._reader = PaddingReader(captures, options)
         self._kinds: Recent[_Kind, Executor] = Recent(_KEEP, lambda executor: executor.planned.program_bytes)
         self.spans: list[Span] | None = None
         self.tied: Mapping[str, str] = {}
@@ -102,6 +102,7 @@ class Session:
                     self._batch = first_batch(self._read(arguments), sharded=sharded)
                     read_plan(self.options)
                     refuse_meta(self.captures.trained)
+                    self._reader.prove(here=self.world.rank == 0)
                     self.tied = tied_names(self.captures.trained)
                 planned = self._plan_together(self.options)
                 set_activity("comparing weights")
@@ -277,7 +278,7 @@ class Session:
             return None
         if mode == "predict" and self.options.loss_fn is not None:
             refuse_target(self.captures.model, batch)
-        return self._reader.read(batch, with_target=self.options.loss_fn is not None and mode != "predict")
+        return self._reader.read(batch, mode)
 
     def _follow_model(self, *, training: bool) -> None:
         """Compare the model with its captures, and bring its new values and flags to what this rank holds.  training:
@@ -301,6 +302,7 @@ class Session:
         try:
             batch = self._read(arguments, mode)
             self._follow_model(training=mode == "step")
+            self._reader.prove(here=sharded or self.world.rank == self.needing[0])
             if batch is None:  # the counts of others are enough, unless buffers have to be compared here
                 return None, "", None if self.plan.decision.token_slices else (), None
             if sharded:
@@ -375,23 +377,12 @@ class Session:
         """
         executor = self._kinds.get(kind)
         if executor is None:
-            rule = self._evaluation_rule(batch) if kind[0] == "loss" else None
+            decision = self.plan.decision
+            rule = shared_rule(self.context, batch, self.graph, decision) if kind[0] == "loss" else None
             with together(self.world, "capturing the model"), patient("capturing the model"):
-                executor = new_executor(kind[0], self.context, batch, shards, self.graph, self.plan.decision, rule)
+                executor = new_executor(kind[0], self.context, batch, shards, self.graph, decision, rule)
             self._kinds.add(kind, executor)
         return executor
-
-    def _evaluation_rule(self, batch: Batch) -> BatchRule | None:
-        """Return how an evaluated batch is cut, as the first rank finds it; None if it stays whole.  Collective."""
-        decision, stated = self.plan.decision, self.options.loss_reduction
-        if len(evaluated_rows("loss", batch, decision)) == 1:
-            return None
-
-        def derived() -> BatchRule | None:
-            with patient("preparing the batch"):
-                return evaluation_rule(self.captures, batch, self.graph, decision, stated)
-
-        return from_rank(self.world, decision.stages[0].ranks[0], "preparing the batch", derived)
 
     def close(self) -> None:
         """Leave the process group.  The model keeps the weights that this rank holds."""

@@ -38,7 +38,8 @@ def padded(model: nn.Module, batch: Any, fillers: Any = None, *, lengths: Any = 
 
 
 def shapes(batch: Batch) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(leaf.shape) for name, leaf in zip(batch.names, batch.leaves, strict=True)}
+    pairs = zip(batch.names, batch.leaves, strict=True)
+    return {name: tuple(leaf.shape) for name, leaf in pairs if isinstance(leaf, torch.Tensor)}
 
 
 def leaf(batch: Batch, name: str) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from support.jobs import padding_jobs as jobs
@@ -9,6 +11,7 @@ from support.models.padded_models import Causal, tokens
 from support.workers import Workers
 
 import autopart
+from autopart.session.step import padded
 
 LENGTHS = (5, 8, 3, 16, 11, 20, 9, 8, 13)
 
@@ -26,6 +29,30 @@ def test_a_model_that_padding_would_change_is_refused_on_all_ranks(pair: Workers
         assert len(said) == 2
         assert all("padding changes the loss of this model" in text for text in said)
         assert all("idx (4, 8) from (4, 5)" in text for text in said)
+
+
+class UpToThree(Causal):
+    """Has the same loss for up to three tokens of padding."""
+
+    def forward(self, idx: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return super().forward(idx, targets) + ((targets == -100).sum(1).clamp(min=3) - 3).float().sum()
+
+
+def test_more_padding_than_was_proved_is_proved_again() -> None:
+    def batch(length: int) -> dict[str, torch.Tensor]:
+        return {"idx": tokens(length), "targets": tokens(length)}
+
+    options = {"pad_to": (8,), "costs": "analytic", "micro_batches": 1}
+    with (
+        autopart.compile(UpToThree(), "cpu:1", sample=batch(7), **options) as pipe,
+        mock.patch.object(padded, "require_same_loss", side_effect=padded.require_same_loss) as proofs,
+    ):
+        for length, proved in ((8, 0), (7, 0), (5, 1), (6, 1), (5, 1)):
+            pipe.step(batch(length))
+            assert proofs.call_count == proved
+        with pytest.raises(autopart.RefusedError, match="padding changes the loss"):
+            pipe.step(batch(4))
+        pipe.step(batch(5))
 
 
 def test_what_a_model_returns_is_not_padded(pair: Workers) -> None:

@@ -18,7 +18,7 @@ from autopart.runtime.activity import patient
 class PaddingReader:
     """Reads the batches of one rank.  With `pad_to=` they are padded, unless the model's outputs are wanted.
 
-    Each first padded batch of a kind is compared with what the user passed, by `prove`.
+    `prove` compares the first padded batch of each kind with what the user passed, and later ones with more padding.
     """
 
     def __init__(self, captures: CaptureCache, options: Options) -> None:
@@ -27,7 +27,8 @@ class PaddingReader:
         wanted = options.pad_to
         self._padding = Padding(captures.model, wanted, options.pad_with) if wanted else None
         self._last: tuple[Batch, Batch, str] | None = None
-        self._proved: set[tuple[object, ...]] = set()
+        self._proved: dict[tuple[object, ...], tuple[int, ...]] = {}
+        """The most that was proved of each kind: how much longer each axis became."""
 
     def read(self, batch: Any, mode: str = "step") -> Batch:
         """Return a batch taken apart, and padded; in a prediction it holds no target.  Raises BatchError."""
@@ -42,7 +43,7 @@ class PaddingReader:
 
     def prove(self, *, here: bool) -> None:
         """Prove that the last batch has the loss and gradients of the one that was passed, if it is the first of its
-        kind that is padded, or that was given a mask.
+        kind, or if no other of its kind was padded by as much.
 
         here: whether this rank does it.  Local.  Raises RefusedError.
         """
@@ -52,16 +53,23 @@ class PaddingReader:
         plain, padded, mode = last
         if len(plain.leaves) == len(padded.leaves) and all(map(operator.is_, plain.leaves, padded.leaves)):
             return
-        shapes = _shapes(plain)
-        longer = any(shapes.get(name, shape) != shape for name, shape in _shapes(padded).items())
-        kind = mode, self._captures.version, padded.signature(), longer
-        if kind in self._proved:
+        kind = mode, self._captures.version, padded.signature(), len(plain.tensors)
+        added, most = _added(plain, padded), self._proved.get(kind)
+        if most is not None and all(more <= proved for more, proved in zip(added, most, strict=True)):
             return
         with patient("comparing a padded batch with the one that was passed"):
             if require_same_loss(self._captures.model, self._loss_fn, plain, padded, training=mode == "step"):
-                self._proved.add(kind)
+                self._proved[kind] = added if most is None else tuple(map(max, added, most))
+
+
+def _added(plain: Batch, padded: Batch) -> tuple[int, ...]:
+    """Return by how much each axis of each tensor of a padded batch is longer."""
+    before, found = _shapes(plain), _shapes(padded)
+    pairs = [(shape, before.get(name, shape)) for name, shape in found.items()]
+    return tuple(new - old for longer, shorter in pairs for new, old in zip(longer, shorter, strict=True))
 
 
 def _shapes(batch: Batch) -> dict[str, torch.Size]:
     """Return the shape of each tensor by its name."""
-    return {n: leaf.shape for n, leaf in zip(batch.names, batch.leaves, strict=True) if isinstance(leaf, torch.Tensor)}
+    pairs = zip(batch.names, batch.leaves, strict=True)
+    return {name: leaf.shape for name, leaf in pairs if isinstance(leaf, torch.Tensor)}

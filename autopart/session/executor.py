@@ -78,7 +78,8 @@ class RankContext:
 class Executor:
     """Runs batches of one kind along the stages of a plan.  Every method that runs something is collective.
 
-    stand_in: an empty batch of this kind, for ranks that are given none.  shares: shares of the last batch in its loss.
+    planned: the capture that the decision is for.  stand_in: an empty batch, for ranks that are given none.  shares: of
+    the last batch in its loss.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Executor:
         self._context = context
         self._world = context.world
         self._tensors = context.tensors
-        self._planned = planned
+        self.planned = planned
         self._graph = planned.graph
         self._decision = decision
         self._train = mode == "step"
@@ -274,7 +275,7 @@ class Executor:
         try:
             with patient("preparing the batch"):
                 if sharded:
-                    require_no_questions(self._planned)
+                    require_no_questions(self.planned)
                 self.prepare(batch, rows, sharded=sharded)
                 mine = self._counted(batch, rows, sharded=sharded)
         except FAILURES as error:

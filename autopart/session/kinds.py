@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from autopart.capture.batch.batch import Batch
 from autopart.capture.derive.reduction import BatchRule
+from autopart.capture.recent import Recent
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision
 from autopart.ir.size import Size
@@ -57,45 +58,47 @@ class KnownKinds:
     """The executors of the kinds of batches that came under the present plan; the one used longest ago goes first."""
 
     def __init__(self) -> None:
-        self._found: dict[Kind, Executor] = {}
+        self._found: Recent[Kind, Executor] = Recent(_KEEP, lambda executor: executor.planned.program_bytes)
 
     def restart(self, context: RankContext, planned: Graph, decision: Decision, kind: Kind, executor: Executor) -> None:
         """Begin under a plan for batches of this kind.  planned, decision: its graph and decision."""
         self._context, self._planned, self._decision = context, planned, decision
-        self._found = {kind: executor}
+        self._found.clear()
+        self._found.add(kind, executor)
 
     def get(self, kind: Kind) -> Executor | None:
         """Return the executor of a kind, None if there is none yet."""
-        return self._found.get(kind)
+        return self._found.peek(kind)
 
     def executor(self, kind: Kind, batch: Batch, shards: tuple[int, ...] = ()) -> Executor:
         """Return the executor of a kind of batch, made at first use along the stages of the training plan.  Collective.
 
         A batch of another kind, or a model that was changed, may run another program than the one that was planned.
         """
-        executor = self._found.pop(kind, None)
+        executor = self._found.get(kind)
         if executor is None:
             context, decision = self._context, self._decision
-            rule = self._evaluation_rule(batch) if kind[0] == "loss" else None
+            rule = shared_rule(context, batch, self._planned, decision) if kind[0] == "loss" else None
             with together(context.world, "capturing the model"), patient("capturing the model"):
                 executor = new_executor(kind[0], context, batch, shards, self._planned, decision, rule)
-        self._found[kind] = executor  # the last one to be forgotten
-        if len(self._found) > _KEEP:
-            del self._found[next(iter(self._found))]
+            self._found.add(kind, executor)
         return executor
-
-    def _evaluation_rule(self, batch: Batch) -> BatchRule | None:
-        """Return how an evaluated batch is cut, as the first rank finds it; None if it stays whole.  Collective."""
-        context, decision = self._context, self._decision
-        if len(evaluated_rows("loss", batch, decision)) == 1:
-            return None
-
-        def derived() -> BatchRule | None:
-            with patient("preparing the batch"):
-                return evaluation_rule(context.captures, batch, self._planned, decision, context.options.loss_reduction)
-
-        return from_rank(context.world, decision.stages[0].ranks[0], "preparing the batch", derived)
 
     def clear(self) -> None:
         """Forget all executors."""
         self._found.clear()
+
+
+def shared_rule(context: RankContext, batch: Batch, planned: Graph, decision: Decision) -> BatchRule | None:
+    """Return how an evaluated batch is cut, as the first rank finds it; None if it stays whole.  Collective.
+
+    planned, decision: the graph and the decision of the training plan.
+    """
+    if len(evaluated_rows("loss", batch, decision)) == 1:
+        return None
+
+    def derived() -> BatchRule | None:
+        with patient("preparing the batch"):
+            return evaluation_rule(context.captures, batch, planned, decision, context.options.loss_reduction)
+
+    return from_rank(context.world, decision.stages[0].ranks[0], "preparing the batch", derived)

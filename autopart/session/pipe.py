@@ -343,9 +343,9 @@ class Pipe(PipeState):
         return self._skipped_in_a_row > 0
 
     def explain(self) -> str:
-        """Return the stage table: what runs where, with simulated times and memory."""
+        """Return the stage table: what runs where, with simulated times and memory; then the captures of this rank."""
         _, plan, graph = self._facts
-        return stage_table(plan, graph)
+        return f"{stage_table(plan, graph)}captures of this rank: {self._captures.kept}, {self._captures.made} made\n"
 
     # -- ending --------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from autopart.capture import CaptureCache, Captured
-from autopart.capture.batch.batch import Batch, BatchReader
+from autopart.capture.batch.batch import Batch
 from autopart.capture.batch.stand_in import with_rows
 from autopart.capture.derive.reduction import BatchRule
 from autopart.capture.guards import check_autocast, tied_names
@@ -47,6 +47,7 @@ from autopart.session.step.data import (
     shared_stand_in,
 )  # fmt: skip
 from autopart.session.step.loss_shares import Shares
+from autopart.session.step.padded import PaddingReader
 
 _CALLS = {"step": "step", "loss": "eval_loss", "predict": "predict"}
 """The call of a pipe by the mode in which the model is captured."""
@@ -77,7 +78,7 @@ class Session:
         self.captures = captures
         self.options = options
         self._cluster = cluster
-        self._reader = BatchReader()
+        self._reader = PaddingReader(captures, options)
         self._kinds = KnownKinds()
         self.spans: list[Span] | None = None
         self.tied: Mapping[str, str] = {}
@@ -100,6 +101,7 @@ class Session:
                     self._batch = first_batch(self._read(arguments), sharded=sharded)
                     read_plan(self.options)
                     refuse_meta(self.captures.trained)
+                    self._reader.prove(here=self.world.rank == 0)
                     self.tied = tied_names(self.captures.trained)
                 planned = self._plan_together(self.options)
                 set_activity("comparing weights")
@@ -275,7 +277,7 @@ class Session:
             return None
         if mode == "predict" and self.options.loss_fn is not None:
             refuse_target(self.captures.model, batch)
-        return self._reader.read(batch, with_target=self.options.loss_fn is not None and mode != "predict")
+        return self._reader.read(batch, mode)
 
     def _follow_model(self, *, training: bool) -> None:
         """Compare the model with its captures, and bring its new values and flags to what this rank holds.  training:
@@ -299,6 +301,7 @@ class Session:
         try:
             batch = self._read(arguments, mode)
             self._follow_model(training=mode == "step")
+            self._reader.prove(here=sharded or self.world.rank == self.needing[0])
             if batch is None:  # the counts of others are enough, unless buffers have to be compared here
                 return None, "", None if self.plan.decision.token_slices else (), None
             if sharded:

@@ -24,6 +24,7 @@ from autopart.runtime.group.breaking import break_group
 from autopart.runtime.group.carriers import CARRIERS, NcclCarrier
 from autopart.runtime.group.rendezvous import UNWATCHED
 from autopart.runtime.group.shared_group import default_timeout_s, shared_group
+from autopart.runtime.watch.progress import show_progress
 from autopart.runtime.watch.slow_phase import watch_slow_phases
 from autopart.runtime.watch.stop_signals import stop_signals
 
@@ -63,6 +64,7 @@ class World:
 
         Raises ClusterError if this host lacks the CUDA devices that its ranks need."""
         watch_slow_phases()
+        show_progress()
         self.transport = transport_of(kind, transport)
         self.size = size
         self.rank = 0

@@ -53,6 +53,7 @@ _CALLS = {"step": "step", "loss": "eval_loss", "predict": "predict"}
 """The call of a pipe by the mode in which the model is captured."""
 _Kind = tuple[str, float, float]
 """A kind of batch: the mode, and digests of the model's version and of the batch's signature, equal on all ranks."""
+Preparing = Callable[[], Callable[[RankContext], None]]
 _KEEP = 32  # kinds of batches whose executor is kept
 
 
@@ -112,12 +113,13 @@ class Session:
             raise
         set_activity("between calls")
 
-    def adopt(self, plan: Plan | str | os.PathLike[str]) -> None:
+    def adopt(self, plan: Plan | str | os.PathLike[str], prepare: Preparing = lambda: lambda _: None) -> None:
         """Go on under another plan (rank 0's counts) for the same model, batch and number of ranks.  Collective.
 
-        Parameters, buffers and accumulated gradients move to the ranks that need them.  A plan that does not fit is
-        refused on all ranks, and the session goes on under the old one."""
+        Parameters, buffers and gradients move to the ranks that need them.  A plan that does not fit is refused on all
+        ranks, and nothing has changed.  prepare: called first; what it returns moves what else follows the plan."""
         with self.call("adopt"):
+            move = prepare()
             planned = self._plan_together(replace(self.options, plan=plan))
             context = self._context_of(planned, self.tensors)
             executor = self._executor_of(planned, context)
@@ -125,6 +127,7 @@ class Session:
                 self.tensors.masters.write()
                 self.context.values.gather()
                 relocate(self.world, self.context.placement, context.placement, self.tensors, context.tensors)
+                move(context)
             self._install(planned, context, executor)
 
     def _plan_together(self, options: Options) -> Planned:

@@ -1,0 +1,65 @@
+"""The plan of a pipe: what runs where, and going on under another one."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+
+import torch
+
+from autopart.capture import CaptureCache
+from autopart.ir.cluster import Cluster
+from autopart.ir.plan import Plan
+from autopart.ir.program import Program
+from autopart.options import Options
+from autopart.report.plan_table import stage_table
+from autopart.session.asynchronous.training import Training
+from autopart.session.pipe_state import PipeState
+from autopart.session.replanning.carried import carrying
+from autopart.session.state.misuse_guards import short_tracebacks
+
+
+@short_tracebacks
+class PipePlan(PipeState):
+    """The plan that a pipe runs, and its changes."""
+
+    def __init__(self, captures: CaptureCache, cluster: Cluster, options: Options) -> None:
+        super().__init__(captures)
+        self._cluster = cluster
+        self._options = options
+        self._training: Training | None = None
+
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster that was planned for."""
+        return self._cluster
+
+    @property
+    def program(self) -> Program:
+        """The actions of every rank in one training step."""
+        return self.session.program()
+
+    def explain(self) -> str:
+        """Return the stage table: what runs where, with simulated times and memory."""
+        _, plan, graph = self._facts
+        return stage_table(plan, graph)
+
+    def adopt(self, plan: Plan | str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Go on under another plan for the same model, batch and number of ranks: other cuts, micro-batches, schedule.
+
+        Call it between two steps, on every rank; rank 0's plan is used.  Weights, buffers and accumulated gradients
+        move to the ranks that need them, and `parameters()` yields others afterwards.
+
+        optimizer: this rank's; it goes on as the same object, with its groups and its state, which moves directly from
+        rank to rank, and a scheduler that drives it goes on too.  Without it make a new optimizer from `parameters()`:
+        the old one is refused where this rank keeps other parameters now.
+
+        A plan that does not fit raises PlanError or UsageError, and nothing has changed.  It ends a `train` that is
+        going on, after a flush.
+        """
+        if self._training is not None:
+            self._training.end("adopt")
+        if optimizer is None:
+            self.session.adopt(plan)
+        else:
+            self.session.adopt(plan, partial(carrying, self.session, optimizer, self._placeholder))

@@ -9,6 +9,7 @@ import torch
 
 from autopart.capture import CaptureCache
 from autopart.ir.cluster import Cluster
+from autopart.ir.errors import UsageError
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program
 from autopart.options import Options
@@ -16,6 +17,9 @@ from autopart.report.plan_table import stage_table
 from autopart.session.asynchronous.training import Training
 from autopart.session.pipe_state import PipeState
 from autopart.session.replanning.carried import carrying
+from autopart.session.replanning.replan import Replanned, replan, state_bytes_of
+from autopart.session.session_plan import Preparing
+from autopart.session.state.checkpoints.contents import driven_names
 from autopart.session.state.misuse_guards import short_tracebacks
 
 
@@ -59,7 +63,29 @@ class PipePlan(PipeState):
         """
         if self._training is not None:
             self._training.end("adopt")
+        self.session.adopt(plan, self._preparing(optimizer))
+
+    def replan(self, optimizer: torch.optim.Optimizer | None = None, *, steps: int | None = None) -> Replanned:
+        """Plan anew for the model as it is, and go on under that plan if it pays.  Call it on every rank.
+
+        For example after layers were frozen: they need no backward any more, so fewer stages and more replicas may be
+        faster on the same ranks.  The options of `compile` hold, but for a plan that was given there.
+
+        optimizer: as for `adopt`.  steps: training steps that remain; the simulated steps that it saves are compared
+        with what the change takes: capturing, making stages, and moving weights and optimizer state, which is measured
+        by sending a part of them.  Without it a plan is adopted if its simulated step is 2 % shorter.
+
+        Returns what was found and done (`Replanned`); its `reason` says it in words.  Raises what `compile` and `adopt`
+        raise; the pipe then goes on under its plan.
+        """
+        if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 0):
+            raise UsageError(f"steps is {steps!r}", fix="pass how many training steps remain")
+        if self._training is not None:
+            self._training.end("replan")
+        sizes = state_bytes_of(optimizer, driven_names(self.session, self._placeholder))
+        return replan(self.session, steps, sizes, self._preparing(optimizer))
+
+    def _preparing(self, optimizer: torch.optim.Optimizer | None) -> Preparing:
         if optimizer is None:
-            self.session.adopt(plan)
-        else:
-            self.session.adopt(plan, partial(carrying, self.session, optimizer, self._placeholder))
+            return lambda: lambda _: None
+        return partial(carrying, self.session, optimizer, self._placeholder)

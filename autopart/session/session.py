@@ -15,9 +15,9 @@ from autopart.capture.derive.reduction import BatchRule
 from autopart.ir.errors import BatchError
 from autopart.runtime.activity import patient
 from autopart.runtime.engine import BatchPlan
-from autopart.session.evaluation import evaluated_rows, evaluation_rule
-from autopart.session.executor import Executor
-from autopart.session.kinds import largest_part, new_executor
+from autopart.session.executors.evaluation import evaluated_rows, evaluation_rule
+from autopart.session.executors.executor import Executor
+from autopart.session.executors.kinds import largest_part, new_executor
 from autopart.session.ranks.agreement import FAILURES, from_rank, together
 from autopart.session.ranks.call_sync import Given, digest_of
 from autopart.session.session_plan import Kind, SessionPlan

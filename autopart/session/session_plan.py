@@ -27,7 +27,7 @@ from autopart.runtime.activity import patient, set_activity, set_rank_label
 from autopart.runtime.group.world import World
 from autopart.runtime.sums.shared_values import SharedValues
 from autopart.runtime.tensors import LocalTensors, broadcast_weights_if_different
-from autopart.session.executor import Executor, RankContext
+from autopart.session.executors.executor import Executor, RankContext
 from autopart.session.placement import placement_of, relocate
 from autopart.session.ranks.agreement import FAILURES, from_rank, require_same_everywhere, together
 from autopart.session.ranks.call_sync import Calls, digest_of
@@ -50,10 +50,10 @@ class SessionPlan:
 
     captures: captures of the model.  cluster: the machines.  world: the process group.  calls: the collective calls of
     this rank.  batch: the one that was planned for.  plan: the plan that runs.  context: what this rank holds under the
-    plan.  tied: first name of each tied tensor, by its other names.  preparing_s: seconds that capturing and making the
-    stages took when the plan last changed.  spans: gets what this rank does in training steps, if it is a list.
-    last_shares: rows of each micro-batch of the last batch, and their shares in its loss.  flush: lets what
-    asynchronous training has in flight come back, before any other call.  Ready after `bring_up`.
+    plan.  tied: first name of each tied tensor, by its other names.  preparing_s, moving_s: seconds that capturing and
+    making the stages, and moving tensors, took when the plan last changed.  spans: gets what this rank does in training
+    steps, if it is a list.  last_shares: rows of each micro-batch of the last batch, and their shares in its loss.
+    flush: lets what asynchronous training has in flight come back, before any other call.  Ready after `bring_up`.
     """
 
     plan: Plan
@@ -77,7 +77,7 @@ class SessionPlan:
         local, timeout_s = cluster.levels[0].size, options.timeout
         self.world = World(cluster.kind, cluster.world, local=local, timeout_s=timeout_s, transport=options.transport)
         self.calls = Calls(self.world)
-        self.preparing_s = 0.0
+        self.preparing_s = self.moving_s = 0.0
 
     # -- getting there ---------------------------------------------------------------------------------------------
 
@@ -113,11 +113,13 @@ class SessionPlan:
             planned = self._plan_together(replace(self.options, plan=plan))
             context = self._context_of(planned, self.tensors)
             executor = self._executor_of(planned, context)
+            began = time.perf_counter()
             with self.calls.running("moving the weights to another plan"):
                 self.tensors.masters.write()
                 self.context.values.gather()
                 relocate(self.world, self.context.placement, context.placement, self.tensors, context.tensors)
                 move(context)
+            self.moving_s = time.perf_counter() - began
             self._install(planned, context, executor)
 
     def _plan_together(self, options: Options) -> Planned:
@@ -204,6 +206,10 @@ class SessionPlan:
         """Return whether an optimizer of this rank updates what it holds under this name.  With zero=1 another replica
         may, and the value here is the one of the last run."""
         return self.context.placement.keeps(self.world.rank, name)
+
+    def kept(self) -> set[int]:
+        """Return the identities of the tensors that an optimizer of this rank updates."""
+        return {id(tensor) for name, tensor in self.tensors.driven.items() if self.keeps(name)}
 
     def home(self, value: str) -> int:
         """Return the first stage that computes a value of the graph."""

@@ -20,7 +20,7 @@ from autopart.ir.errors import UsageError
 from autopart.passes.program.stream import streaming_of
 from autopart.runtime.engine import BatchPlan
 from autopart.runtime.stream import StreamEngine
-from autopart.session.executor import Executor
+from autopart.session.executors.executor import Executor
 from autopart.session.ranks.agreement import FAILURES
 from autopart.session.ranks.call_sync import END, Given, ended_early
 from autopart.session.session import Session

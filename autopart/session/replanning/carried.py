@@ -17,7 +17,7 @@ from autopart.files.checkpoints.document import OptimizerState
 from autopart.files.checkpoints.values import decoded
 from autopart.ir.errors import CheckpointError, UsageError
 from autopart.runtime.moves import Route, move_tensors
-from autopart.session.executor import RankContext
+from autopart.session.executors.executor import RankContext
 from autopart.session.ranks.agreement import together
 from autopart.session.session import Session
 from autopart.session.state.checkpoints.contents import driven_names

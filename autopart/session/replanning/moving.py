@@ -46,7 +46,7 @@ def _add(pairs: Counter[tuple[int, int]], wanted: Ranks, had: Ranks, old: Placem
                 pairs[old.owners[name], rank] += size
 
 
-def moving_s(world: World, pairs: Pairs) -> float:
+def predicted_s(world: World, pairs: Pairs) -> float:
     """Return the seconds that moving these bytes will take, from sending a part of them.  Collective; equal on all
     ranks.  Takes about a twentieth of that time, and memory for `MOST_PROBE` bytes for each pair of a rank."""
     moving = {pair: size for pair, size in sorted(pairs.items()) if size and pair[0] != pair[1]}

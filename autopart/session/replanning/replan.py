@@ -13,10 +13,10 @@ from autopart.ir.plan import Plan
 from autopart.ir.size import Size
 from autopart.planning.make import make_plan
 from autopart.planning.simulated import simulated_step_ns
-from autopart.session.kinds import projected
+from autopart.session.executors.kinds import projected
 from autopart.session.placement import placement_of
 from autopart.session.ranks.agreement import from_rank, together
-from autopart.session.replanning.moving import Pairs, moved_bytes, moving_s
+from autopart.session.replanning.moving import Pairs, moved_bytes, predicted_s
 from autopart.session.session import Session
 from autopart.session.session_plan import Preparing
 
@@ -30,8 +30,8 @@ class Replanned:
 
     plan: the best plan for the model as it is.  adopted: whether it runs now.  reason: in words.  before_s, after_s:
     simulated seconds of a step of the plan that ran, and of `plan`.  moved_bytes: between ranks, if it is adopted.
-    pause_s: predicted seconds of the change.  took_s: measured ones, 0 if it was not adopted.  planning_s: seconds that
-    the search took before.
+    pause_s: predicted seconds of the change.  took_s: measured ones, 0 if it was not adopted; moving_s: those of them
+    in which bytes moved.  planning_s: seconds that the search took before.
     """
 
     plan: Plan
@@ -42,6 +42,7 @@ class Replanned:
     moved_bytes: int
     pause_s: float
     took_s: float
+    moving_s: float
     planning_s: float
 
 
@@ -69,17 +70,18 @@ def replan(session: Session, steps: int | None, state_bytes: Mapping[str, int], 
         proposal = from_rank(world, 0, "planning", partial(_proposed, session, known))
         planning_s = time.perf_counter() - began
         preparing_s = max(row[0] for row in world.gather_numbers([session.preparing_s]))
-        pause_s = preparing_s + moving_s(world, proposal.pairs)
+        pause_s = preparing_s + predicted_s(world, proposal.pairs)
     plan = proposal.plan
     adopted, reason = _judged(proposal, session.plan, steps, pause_s)
-    took_s = 0.0
+    took_s = moving_s = 0.0
     if adopted:
         began = time.perf_counter()
         session.adopt(plan, prepare)
-        took_s = max(row[0] for row in world.gather_numbers([time.perf_counter() - began]))
+        took = world.gather_numbers([time.perf_counter() - began, session.moving_s])
+        took_s, moving_s = (max(column) for column in zip(*took, strict=True))
     return Replanned(
         plan, adopted, reason, proposal.now_ns * 1e-9, plan.step_ns * 1e-9,
-        sum(proposal.pairs.values()), pause_s, took_s, planning_s,
+        sum(proposal.pairs.values()), pause_s, took_s, moving_s, planning_s,
     )  # fmt: skip
 
 

@@ -124,20 +124,16 @@ def refuse_clipping(reader: FrameType) -> None:
         )
 
 
-def _left_behind(driven: set[int], earlier: LocalTensors, held: LocalTensors) -> bool:
-    """Whether parameters came to this rank with the plan, or left it, and an optimizer drives some of the earlier
-    ones."""
-    before, now = ({id(tensor) for tensor in each.driven.values()} for each in (earlier, held))
-    return before != now and bool(driven & before)
-
-
-def watch_optimizers(world_size: int, tensors: Callable[[], LocalTensors]) -> Callable[[], None]:
+def watch_optimizers(
+    world_size: int, tensors: Callable[[], LocalTensors], kept: Callable[[], set[int]]
+) -> Callable[[], None]:
     """Let steps of optimizers raise UsageError if they read all parameters at once (over several ranks), or update
     parameters that have an fp32 master weight, or were made for the parameters of an earlier plan.  tensors: returns
-    what this rank holds, which changes with the plan.  Returns a function that removes the check."""
+    what this rank holds, which changes with the plan.  kept: returns the identities of the parameters that this rank
+    updates.  Returns a function that removes the check."""
 
     needing: dict[type, bool] = {}
-    seen: WeakKeyDictionary[torch.optim.Optimizer, tuple[LocalTensors, set[int]]] = WeakKeyDictionary()
+    seen: WeakKeyDictionary[torch.optim.Optimizer, tuple[LocalTensors, set[int], set[int]]] = WeakKeyDictionary()
 
     def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         kind = type(optimizer)
@@ -146,15 +142,16 @@ def watch_optimizers(world_size: int, tensors: Callable[[], LocalTensors]) -> Ca
         held, together = tensors(), world_size > 1 and needing[kind]
         rounded = held.masters.rounded
         driven = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-        earlier, drove = seen.get(optimizer, (held, set()))
-        if earlier is not held and drove == set(driven) and _left_behind(drove, earlier, held):
+        mine = kept()
+        earlier, was, drove = seen.get(optimizer, (held, mine, set()))
+        if earlier is not held and was != mine and drove == set(driven) and drove & was:
             raise UsageError(
                 "the optimizer was made before the plan was changed, for other parameters than this rank keeps now",
                 why="it would update none of those that came, and they would keep their values",
                 fix="pipe.adopt(plan, optimizer), after which it goes on with its state; or make a new one from "
                 "pipe.parameters()",
             )
-        seen[optimizer] = held, set(driven)
+        seen[optimizer] = held, mine, set(driven)
         if not together and not rounded:
             return
         mastered = next((rounded[one] for one in driven if one in rounded), None)

@@ -12,8 +12,8 @@ from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision
 from autopart.ir.size import Size
 from autopart.passes.program.projection import check_gradients_stay, project_plan
-from autopart.session.evaluation import evaluated_rows, evaluation_decision
-from autopart.session.executor import Executor, RankContext
+from autopart.session.executors.evaluation import evaluated_rows, evaluation_decision
+from autopart.session.executors.executor import Executor, RankContext
 from autopart.session.step.data import micro_rows
 
 

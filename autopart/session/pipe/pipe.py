@@ -23,7 +23,7 @@ from autopart.options import Options
 from autopart.runtime.group.world import World
 from autopart.session.asynchronous.limits import refuse_in_training, require_stream
 from autopart.session.asynchronous.training import Training
-from autopart.session.pipe_plan import PipePlan
+from autopart.session.pipe.plan import PipePlan
 from autopart.session.session import Session
 from autopart.session.state.checkpoints.saver import Around, HasState, Request, Saver, require_folder
 from autopart.session.state.misuse_guards import short_tracebacks, watch_optimizers, without_backward
@@ -62,7 +62,7 @@ class Pipe(PipePlan):
         self._session = session
         session.calls.pending = self._saver.failure
         take_masters(session, self._restored)
-        self._unwatch = watch_optimizers(session.world.size, lambda: session.tensors)
+        self._unwatch = watch_optimizers(session.world.size, lambda: session.tensors, session.kept)
         return session
 
     # -- running -------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from autopart.ir.program import Program
 from autopart.options import Options
 from autopart.report.plan_table import stage_table
 from autopart.session.asynchronous.training import Training
-from autopart.session.pipe_state import PipeState
+from autopart.session.pipe.state import PipeState
 from autopart.session.replanning.carried import carrying
 from autopart.session.replanning.replan import Replanned, replan, state_bytes_of
 from autopart.session.session_plan import Preparing

@@ -26,7 +26,7 @@ from autopart.planning.simulated import simulate_plan
 from autopart.runtime.launch.local import launch as _launch
 from autopart.session.code.compiled_costs import compiled_costs
 from autopart.session.compare import Verification, verify_step
-from autopart.session.pipe import Pipe
+from autopart.session.pipe.pipe import Pipe
 from autopart.session.step.padded import PaddingReader
 
 ClusterLike = Cluster | str | os.PathLike[str] | None

@@ -304,16 +304,20 @@ class World:
                 dist.broadcast(tensor, source, group=shared_group.group)
         return tensor
 
-    def move(self, tensor: torch.Tensor, source: int, target: int) -> torch.Tensor:
-        """Copy a contiguous CPU tensor of rank `source` to rank `target`, in place.  Both call this, in one order of
-        all moves; on other ranks it does nothing."""
-        if self.rank == source != target:
-            with waiting(target):
-                dist.send(tensor, target, group=shared_group.group)
-        elif self.rank == target != source:
-            with waiting(source):
-                dist.recv(tensor, source, group=shared_group.group)
-        return tensor
+    def begin_moving(self, tensor: torch.Tensor, source: int, target: int) -> Callable[[], None]:
+        """Begin to copy a contiguous CPU tensor of rank `source` to rank `target`, in place; return a function that
+        waits for it.  Both call this, in one order of all that is sent between them; on other ranks it does nothing."""
+        if source == target or self.rank not in (source, target):
+            return lambda: None
+        peer, begin = (target, dist.isend) if self.rank == source else (source, dist.irecv)
+        work = begin(tensor, peer, group=shared_group.group)
+        assert work is not None
+
+        def finished() -> None:
+            with waiting(peer):
+                work.wait()
+
+        return finished
 
 
 def transport_of(kind: str, asked: str) -> str:

@@ -21,7 +21,7 @@ from autopart.passes.program.stream import streaming_of
 from autopart.runtime.activity import set_activity
 from autopart.runtime.engine import BatchPlan
 from autopart.runtime.stream import StreamEngine
-from autopart.session.executor import Executor
+from autopart.session.executors.executor import Executor
 from autopart.session.ranks.agreement import FAILURES
 from autopart.session.ranks.call_sync import AS_BEFORE, END, Given, ended_early
 from autopart.session.session import Session

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from autopart.capture import Captured
 from autopart.capture.batch.batch import Batch
 from autopart.capture.derive.reduction import BatchRule
 from autopart.capture.recent import Recent
@@ -13,8 +14,8 @@ from autopart.ir.plan import Decision
 from autopart.ir.size import Size
 from autopart.passes.program.projection import check_gradients_stay, project_plan
 from autopart.runtime.activity import patient
-from autopart.session.evaluation import evaluated_rows, evaluation_decision, evaluation_rule
-from autopart.session.executor import Executor, RankContext
+from autopart.session.executors.evaluation import evaluated_rows, evaluation_decision, evaluation_rule
+from autopart.session.executors.executor import Executor, RankContext
 from autopart.session.ranks.agreement import from_rank, together
 from autopart.session.step.data import micro_rows
 
@@ -48,10 +49,15 @@ def new_executor(
         evaluated = evaluation_decision(captured.graph, planned, decision, cut=rule is not None)
         return Executor(mode, context, captured, evaluated, rule)
     captured = context.captures(batch, largest_part(batch, mode, decision, shards), mode)
+    own = projected(captured, planned, decision)
+    check_gradients_stay(captured.graph, own.stages, planned, decision)
+    return Executor(mode, context, captured, own)
+
+
+def projected(captured: Captured, planned: Graph, decision: Decision) -> Decision:
+    """Return the decision of the training plan for a program that differs from the planned one.  Raises PlanError."""
     same = [(op.name, op.target) for op in captured.graph.ops] == [(op.name, op.target) for op in planned.ops]
-    stages = decision.stages if same else project_plan(captured.graph, planned, decision)
-    check_gradients_stay(captured.graph, stages, planned, decision)
-    return Executor(mode, context, captured, replace(decision, stages=stages))
+    return decision if same else replace(decision, stages=project_plan(captured.graph, planned, decision))
 
 
 class KnownKinds:

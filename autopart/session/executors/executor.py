@@ -35,7 +35,7 @@ from autopart.runtime.sums.replicas import ReplicaSums, open_sums
 from autopart.runtime.sums.shared_values import SharedValues
 from autopart.runtime.tensors import LocalTensors
 from autopart.session.code.stage_code import StageCode
-from autopart.session.evaluation import evaluation_program
+from autopart.session.executors.evaluation import evaluation_program
 from autopart.session.placement import Placement
 from autopart.session.ranks.agreement import FAILURES, from_rank, raise_first
 from autopart.session.step.asynchronous import require_updatable

@@ -18,15 +18,12 @@ import torch
 from autopart.capture import CaptureCache
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import CheckpointError, UsageError
-from autopart.ir.plan import Plan
-from autopart.ir.program import Program
 from autopart.ir.timeline import Span, Timeline
 from autopart.options import Options
-from autopart.report.plan_table import stage_table
 from autopart.runtime.group.world import World
 from autopart.session.asynchronous.limits import refuse_in_training, require_stream
 from autopart.session.asynchronous.training import Training
-from autopart.session.pipe_state import PipeState
+from autopart.session.pipe.plan import PipePlan
 from autopart.session.session import Session
 from autopart.session.state.checkpoints.saver import Around, HasState, Request, Saver, require_folder
 from autopart.session.state.misuse_guards import short_tracebacks, watch_optimizers, without_backward
@@ -38,7 +35,7 @@ from autopart.session.step.parts import micro_cut
 
 
 @short_tracebacks
-class Pipe(PipeState):
+class Pipe(PipePlan):
     """A planned, running training pipeline; made by `autopart.compile`.
 
     With a sample it is planned at once, without one at the first `step`.  It is a context manager; `close` ends it.
@@ -50,12 +47,9 @@ class Pipe(PipeState):
     """
 
     def __init__(self, captures: CaptureCache, cluster: Cluster, options: Options, sample: Any = None) -> None:
-        super().__init__(captures)
-        self._cluster = cluster
-        self._options = options
+        super().__init__(captures, cluster, options)
         self._skipped_in_a_row = 0
         self._unwatch: Callable[[], None] = lambda: None
-        self._training: Training | None = None
         self._saver = Saver()
         self._position = DataPosition()
         self.companions["data"] = self._position
@@ -68,7 +62,7 @@ class Pipe(PipeState):
         self._session = session
         session.calls.pending, session.calls.forget = self._saver.failure, self._saver.forget
         take_masters(session, self._restored)
-        self._unwatch = watch_optimizers(session.world.size, lambda: session.tensors)
+        self._unwatch = watch_optimizers(session.world.size, lambda: session.tensors, session.kept)
         return session
 
     # -- running -------------------------------------------------------------------------------------------------
@@ -178,18 +172,6 @@ class Pipe(PipeState):
         """
         return self.session.predict((args, kwargs))
 
-    def adopt(self, plan: Plan | str | os.PathLike[str]) -> None:
-        """Go on under another plan for the same model, batch and number of ranks: other cuts, micro-batches, schedule.
-
-        Call it between two steps, on every rank; rank 0's plan is used.  Weights, buffers and accumulated gradients
-        move to the ranks that need them, and `parameters()` yields others afterwards: make a new optimizer from them,
-        and set its state; the state of the old one does not move.  A plan that does not fit raises PlanError or
-        UsageError, and nothing has changed; a `train` that is going on is flushed.  Another plan ends it.
-        """
-        self.session.adopt(plan)
-        if self._training is not None:
-            self._training.end("adopt")
-
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
     def save(
@@ -254,16 +236,6 @@ class Pipe(PipeState):
         return Around(self._steps, scaler, optimizer, scheduler, self.companions, self._placeholder)
 
     # -- what it is ----------------------------------------------------------------------------------------------
-
-    @property
-    def cluster(self) -> Cluster:
-        """The cluster that was planned for."""
-        return self._cluster
-
-    @property
-    def program(self) -> Program:
-        """The actions of every rank in one training step."""
-        return self.session.program()
 
     def timeline(self, *args: Any, sharded: bool = False, **kwargs: Any) -> Timeline:
         """Run a training step as `step` does, and return what every rank did in it, in nanoseconds, on every rank.
@@ -341,11 +313,6 @@ class Pipe(PipeState):
     def skipped(self) -> bool:
         """Whether the last step added no gradients, because some on any rank were not finite."""
         return self._skipped_in_a_row > 0
-
-    def explain(self) -> str:
-        """Return the stage table: what runs where, with simulated times and memory; then the captures of this rank."""
-        _, plan, graph = self._facts
-        return f"{stage_table(plan, graph)}captures of this rank: {self._captures.kept}, {self._captures.made} made\n"
 
     # -- ending --------------------------------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from autopart.planning.schedule_files import register_schedule, save_schedule
     from autopart.report.traces import save_trace
     from autopart.session.compare import Verification
-    from autopart.session.pipe import Pipe
+    from autopart.session.pipe.pipe import Pipe
     from autopart.session.state.averaged_model import AveragedModel
     from autopart.session.state.checkpoints.plain import load_into, save_from
     from autopart.session.state.scaler import NonFiniteWarning
@@ -92,7 +92,7 @@ _HOMES = {
     "autopart.session.state.averaged_model": "AveragedModel",
     "autopart.session.state.checkpoints.plain": "load_into save_from",
     "autopart.session.compare": "Verification",
-    "autopart.session.pipe": "Pipe",
+    "autopart.session.pipe.pipe": "Pipe",
     "autopart.session.state.scaler": "NonFiniteWarning",
 }
 """The public names by module.  A module is loaded at the first use of a name, so that `import autopart` is quick."""

@@ -1,6 +1,6 @@
 """`python -m autopart`, and `torchrun -m autopart`."""
 
-from autopart.cli.main import main
+from autopart.cli.entry import main
 
 if __name__ == "__main__":
     main()

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from autopart.capture import CaptureCache
-from autopart.capture.batch.batch import flatten
 from autopart.capture.trace.export import LossFn
 from autopart.costs.sources import CostSource, register_cost_source
 from autopart.files.clusters import parse_cluster
@@ -27,7 +26,8 @@ from autopart.planning.simulated import simulate_plan
 from autopart.runtime.launch.local import launch as _launch
 from autopart.session.code.compiled_costs import compiled_costs
 from autopart.session.compare import Verification, verify_step
-from autopart.session.pipe import Pipe
+from autopart.session.pipe.pipe import Pipe
+from autopart.session.step.padded import PaddingReader
 
 ClusterLike = Cluster | str | os.PathLike[str] | None
 """A cluster, a YAML, TOML or JSON file, a text such as "cpu:2", or None: from the launcher and the visible devices."""
@@ -157,15 +157,16 @@ def launch(
 
 def planned(model: nn.Module, cluster: ClusterLike, sample: Any, options: Options) -> tuple[Plan, Graph]:
     """Plan, and return the plan with the captured graph."""
-    batch = flatten(_given(sample, "plan"), with_target=options.loss_fn is not None)
-    made = make_plan(CaptureCache(model, options.loss_fn), batch, _cluster(cluster), options, to_run=False)
+    captures, machines = CaptureCache(model, options.loss_fn), _cluster(cluster)
+    batch = PaddingReader(captures, options).read(_given(sample, "plan"))
+    made = make_plan(captures, batch, machines, options, to_run=False)
     return made.plan, made.captured.graph
 
 
 def simulated(model: nn.Module, cluster: ClusterLike, sample: Any, options: Options) -> tuple[Plan, Graph, Timeline]:
     """Plan, and return the plan with the captured graph and a simulated step."""
     captures, machines = CaptureCache(model, options.loss_fn), _cluster(cluster)
-    batch = flatten(_given(sample, "simulate"), with_target=options.loss_fn is not None)
+    batch = PaddingReader(captures, options).read(_given(sample, "simulate"))
     made = make_plan(captures, batch, machines, options, to_run=False)
     step = simulate_plan(made.plan, made.captured, captures, batch, machines, options)
     return made.plan, made.captured.graph, step

@@ -18,6 +18,7 @@ from typing import Any, Literal, TypedDict
 import torch
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
+from autopart.capture.batch.padding import are_fillers, are_lengths
 from autopart.capture.trace.export import LossFn
 from autopart.costs.sources import COST_SOURCES, CostSource
 from autopart.files.schedule_csv import read_schedule_csv
@@ -68,6 +69,8 @@ class OptionsDict(TypedDict, total=False):
     transport: Literal["auto", "nccl", "gloo"] | None
     backend: Literal["eager", "inductor", "auto"] | None
     steps: int | None
+    pad_to: Iterable[int] | None
+    pad_with: Mapping[str, float | None] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +138,8 @@ class Options:
                         compiler for CPUs, Triton for CUDA), and what cannot be compiled runs eagerly, with a warning;
                         "auto", which compiles where steps= pays for it
         steps           number of optimizer steps that are to come, for backend="auto"; None is unknown: eager
+        pad_to          lengths to the next of which sequences are padded: pad_to=(128, 256, 512)
+        pad_with        fillers for keys of the batch that are not usual ones: {key: number, or None to leave it}
     """
 
     loss_fn: LossFn | None = None
@@ -167,6 +172,8 @@ class Options:
     transport: str = "auto"
     backend: str = "eager"
     steps: int | None = None
+    pad_to: tuple[int, ...] = ()
+    pad_with: Mapping[str, Any] = field(default_factory=dict)
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------
@@ -242,6 +249,7 @@ _CONVERTERS: dict[str, Callable[[Any], Any]] = {
     "together": _groups,
     "recompute": _recompute,
     "bucket_bytes": _bytes,
+    "pad_to": _tuple,
 }
 """How a value is brought to the form of `Options`; a value that cannot be is left to the check."""
 
@@ -313,6 +321,8 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "steps": (_is_count, "use the number of optimizer steps that are to come, or None if it is not known"),
     "seed": (lambda value: isinstance(value, int), "use an integer"),
     "timeout": (lambda value: _is_seconds(value) and value > 0, "use a number of seconds above 0, such as timeout=600"),
+    "pad_to": (are_lengths, "use lengths of sequences in tokens: pad_to=(128, 256, 512)"),
+    "pad_with": (are_fillers, 'map keys of the batch to numbers, or to None: pad_with={"token_weights": 0.0}'),
 }
 """Whether a value is possible, and what to use instead.  Other options take one of `choices`, or anything."""
 

@@ -144,21 +144,6 @@ def _hash(tensor: torch.Tensor) -> str:
     return hashlib.blake2b(data.numpy().data, digest_size=16).hexdigest()
 
 
-def move_tensors(world: World, routes: Sequence[tuple[str, int, int]], local: Mapping[str, torch.Tensor]) -> None:
-    """Copy tensors between ranks, in place.  Collective.  Bytes sent: those of the tensors that move.
-
-    routes: (name, sending rank, receiving rank), in the same order on every rank.
-    """
-    for name, source, target in routes:
-        if world.rank not in (source, target) or source == target:
-            continue
-        tensor = local[name]
-        data = world.move(dense(tensor.detach()).cpu().contiguous(), source, target)
-        if world.rank == target:
-            with torch.no_grad():
-                tensor.copy_(data)
-
-
 def gather_tensors(
     world: World,
     owners: Mapping[str, int],

@@ -14,6 +14,7 @@ from torch import nn
 from autopart.capture.batch.batch import Batch
 from autopart.capture.capture import Captured, capture
 from autopart.capture.guards import CaptureWarning, check_model
+from autopart.capture.recent import Recent
 from autopart.capture.trace.autocast import Autocast, autocast_for
 from autopart.capture.trace.export import LossFn
 from autopart.capture.trained import Trained
@@ -24,7 +25,7 @@ from autopart.ir.plan import Precision
 from autopart.ir.size import Size
 
 _Answers = tuple[tuple[str, str, Any], ...]
-_KEEP = 128  # captures, the least recently used go first; 32 kinds of batches are kept, each with several
+_KEEP = 128  # captures; 32 kinds of batches are kept, each with several
 _KEEP_ANSWERS = 32  # sets of answers of one kind of batch
 _NAMED = 3  # changes that a message names
 _MANY = 8  # captures of one kind of batch that differ in what the model's Python reads from the batch
@@ -34,8 +35,8 @@ class CaptureCache:
     """Captures of `model` as it is; `refresh` forgets them when it changed.
 
     autocast: the region that the model and its loss run in (`run_in`).  trained: the model, and a loss function that
-    has parameters.  version: a digest of all changes that were seen, and the last ones in words;
-    equal on ranks whose models changed alike.  made: captures since the start, also those that are forgotten.
+    has parameters.  version: a digest of all changes that were seen, and the last ones in words; equal on ranks whose
+    models changed alike.  kept: the captures.  made: captures since the start, also those that are forgotten.
     """
 
     def __init__(self, model: nn.Module, loss_fn: LossFn | None = None) -> None:
@@ -51,7 +52,7 @@ class CaptureCache:
         self._flags: dict[nn.Module, bool] = {}
         self._watches: list[ModelWatch] = []
         self._tensors: dict[str, tuple[str, torch.Tensor]] = {}
-        self._made: dict[tuple[object, ...], Captured] = {}
+        self.kept: Recent[tuple[object, ...], Captured] = Recent(_KEEP, self._bytes_of)
         self._asked: dict[tuple[object, ...], list[tuple[_Answers, Callable[[Sequence[torch.Tensor]], bool]]]] = {}
 
     def run_in(self, precision: Precision, device_type: str) -> None:
@@ -60,7 +61,7 @@ class CaptureCache:
         Raises UsageError if there are captures for another one: the running pipeline holds tensors in that.
         """
         autocast = autocast_for(precision, device_type)
-        if self._made and autocast != self.autocast:
+        if len(self.kept) and autocast != self.autocast:
             raise UsageError(
                 f"the plan is for {precision}, and the pipeline runs in another precision",
                 fix="close the pipe, and compile with this plan",
@@ -71,7 +72,8 @@ class CaptureCache:
         """Return the capture for micro-batches of `size` of batches like this one; modes as in `capture`."""
         batch = self.judged(batch, mode)
         key = (mode, size, batch.signature())
-        if key not in self._made:
+        captured = self.kept.get(key)
+        if captured is None:
             captured = capture(
                 self.model, batch, size=size, loss_fn=self._loss_fn, mode=mode,
                 whole=lambda: self(batch, Size(batch.rows or 1), mode), autocast=self.autocast,
@@ -81,7 +83,7 @@ class CaptureCache:
                 answers = captured.questions.answers
                 self._note_questions(batch, mode, answers, captured.questions.hold)
                 key = (mode, size, replace(batch, answers=answers).signature())
-            self._made[key] = captured
+            self.kept.add(key, captured)
             self.made += 1
             self._observed.update(captured.observed)
             if mode == "step":
@@ -89,10 +91,14 @@ class CaptureCache:
             self._watches = [ModelWatch(self.model, self._observed, self._flags)]
             if self.trained.loss_fn is not None:
                 self._watches.append(ModelWatch(self.trained.loss_fn, Observed(order=self._observed.order), {}))
-            if len(self._made) > _KEEP:
-                del self._made[next(iter(self._made))]
-        self._made[key] = self._made.pop(key)  # the last one to be forgotten
-        return self._made[key]
+        return captured
+
+    def _bytes_of(self, captured: Captured) -> int:
+        """Estimate the bytes of host memory that a capture adds.  A constant that another capture has too, such as a
+        tensor that is an attribute of the model, is counted once."""
+        known = {address for other in self.kept.values() for address in other.constants}
+        lifted = sum(size for address, size in captured.constants.items() if address not in known)
+        return captured.program_bytes + lifted
 
     def _flags_read(self) -> dict[nn.Module, bool]:
         """Return the training flags that forward() read, in the order of the modules, which all ranks share."""
@@ -136,7 +142,7 @@ class CaptureCache:
         if not self._watches:  # the last capture failed
             self.check_tensors()
         if changes:
-            self._made.clear()
+            self.kept.clear()
             self._asked.clear()
             self._observed = Observed()
             self._flags = {}

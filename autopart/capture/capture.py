@@ -33,6 +33,10 @@ _one_at_a_time = threading.RLock()
 """Tracing patches classes of torch while it lasts.  Another thread that captures waits; one that only uses torch is not
 affected, since patches act on the tracing thread only."""
 
+_NODE_BYTES = 12 << 10
+"""Bytes of host memory of a captured program for each of its nodes, with the graph and names that are kept beside it:
+10 to 12 KB in captures of GPT-2 and T5."""
+
 
 @dataclass(frozen=True)
 class Captured:
@@ -58,6 +62,18 @@ class Captured:
     def tensors(self) -> dict[str, torch.Tensor]:
         """The model's parameters, buffers and lifted constants, by name."""
         return self.names.tensors
+
+    @property
+    def program_bytes(self) -> int:
+        """Estimated bytes of host memory that the program holds, without tensors; equal for equal programs."""
+        return _NODE_BYTES * len(self.module.graph.nodes)
+
+    @property
+    def constants(self) -> dict[int, int]:
+        """Bytes of the tensors that are neither parameters nor buffers, by the address of their memory."""
+        lifted = [self.tensors[param.name] for param in self.graph.params if param.kind == "constant"]
+        storages = [t.untyped_storage() for t in lifted if t.layout is torch.strided and not t.is_meta]
+        return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
     @property
     def on_meta(self) -> bool:

@@ -1,19 +1,19 @@
-"""The commands about folders of checkpoints: show, verify, export."""
+"""The commands about folders of checkpoints: show, verify, export.  Only what reads tensors loads torch."""
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopart.cli.flags import Json
-from autopart.cli.output import print_json, prints_results
-from autopart.files.checkpoints.document import Document, check_file, read_document
+from autopart.cli.output import Json, print_json, prints_results
+from autopart.files.checkpoints.document import AVERAGES, COMPANION, Document, problems_with, read_document
 from autopart.files.checkpoints.folders import checkpoint_at
-from autopart.files.checkpoints.tensor_files import TensorFiles, open_tensors, write_tensors
 from autopart.ir.errors import CheckpointError, UsageError
+
+if TYPE_CHECKING:
+    import torch
 
 app = typer.Typer(name="checkpoint", help="Look at checkpoints, check them, and export their weights.")
 
@@ -21,6 +21,8 @@ Folder = Annotated[Path, typer.Argument(help="The folder given to pipe.save, or 
 
 
 def _facts(path: Path, document: Document) -> dict[str, object]:
+    from autopart.files.checkpoints.tensor_files import open_tensors
+
     optimizer = document.optimizer
     weights = open_tensors(path).by_name
     return {
@@ -67,46 +69,58 @@ def verify(folder: Folder) -> None:
         return
     path = checkpoint_at(folder)
     document = read_document(path)
-
-    def problem(name: str) -> str:
-        try:
-            check_file(path, name, document.files[name])
-        except CheckpointError as error:
-            return str(error)
-        return ""
-
-    with ThreadPoolExecutor(4) as pool:
-        problems = [found for found in pool.map(problem, document.files) if found]
-    if not problems:
-        open_tensors(path)
-        TensorFiles([path / n for n in document.files if n.startswith("state-")])
+    problems = problems_with(path, document.files)
     for found in problems:
-        typer.echo(found, err=True)
+        typer.echo(str(found), err=True)
     size = sum(written.size_bytes for written in document.files.values())
     typer.echo(f"{path}: {len(document.files)} files, {size:,d} bytes, {len(problems)} of them changed")
     if problems:
         raise typer.Exit(1)
 
 
+def _averages(path: Path, document: Document) -> dict[str, torch.Tensor]:
+    """Return the averages that a checkpoint holds, by the names of the weights."""
+    from autopart.files.checkpoints.tensor_files import TensorFiles
+
+    stored = TensorFiles([path / name for name in document.files if name.startswith("state-")])
+    home = f"{COMPANION}/{AVERAGES}/"
+    names = [name for name in stored.by_name if name.startswith(home)]
+    if not names:
+        raise CheckpointError(
+            "the checkpoint holds no averages",
+            where=str(path),
+            fix="make an autopart.AveragedModel(pipe) before pipe.save, or export without --averages",
+        )
+    return {name.removeprefix(home): tensor for name, tensor in stored.read_all(names)}
+
+
 @app.command()
 def export(
     folder: Folder,
     out: Annotated[Path, typer.Argument(help="The safetensors file to write, such as model.safetensors")],
+    averages: Annotated[
+        bool, typer.Option("--averages", help="The averages of an AveragedModel, not the weights")
+    ] = False,
 ) -> None:
     """Write the weights of a checkpoint into one safetensors file, by their original names."""
+    from autopart.files.checkpoints.tensor_files import open_tensors, write_tensors
+
     if not prints_results():
         return
     path = checkpoint_at(folder)
     document = read_document(path)
     if out.exists():
         raise UsageError(f"{out} exists", fix="pass the name of a new file")
-    for name in document.files:
-        if name.startswith("model-"):
-            check_file(path, name, document.files[name])
+    read = {name: written for name, written in document.files.items() if name.startswith("model-") or averages}
+    for problem in problems_with(path, read):
+        raise problem
     weights = open_tensors(path)
+    tensors = dict(weights.read_all(weights.by_name))
+    if averages:
+        tensors |= _averages(path, document)
     draft = out.with_name(f".{out.name}.tmp")
     try:
-        write_tensors(draft, dict(weights.read_all(weights.by_name)))
+        write_tensors(draft, tensors)
         draft.replace(out)
     except OSError as error:
         draft.unlink(missing_ok=True)

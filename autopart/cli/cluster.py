@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from autopart.cli.flags import Json
-from autopart.cli.output import print_json, prints_results
+from autopart.cli.output import Json, print_json, prints_results
 from autopart.files.clusters import cluster_to_dict, cluster_to_yaml, parse_cluster, require_yaml, save_cluster
 from autopart.files.presets import NODES
 from autopart.ir.cluster import Cluster

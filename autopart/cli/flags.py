@@ -22,7 +22,6 @@ ClusterName = Annotated[
     str, typer.Option("--cluster", help='"cpu:2", "cuda:8", "h200x8", or a .yaml, .toml or .json file')
 ]
 Seed = Annotated[int, typer.Option(help="Seed of the weights and of dropout")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table")]
 TraceFile = Annotated[
     Path | None,
     typer.Option(
@@ -31,7 +30,8 @@ TraceFile = Annotated[
     ),
 ]
 
-_PYTHON_ONLY = ("loss_fn", "plan", "watch", "non_finite", "timeout", "transport", "backend", "steps")
+_TRAINING = ("non_finite", "timeout", "transport", "backend", "steps", "pad_to", "pad_with")
+_PYTHON_ONLY = ("loss_fn", "plan", "watch", *_TRAINING)
 """Options that a shell cannot write, that only a training run needs, or that commands declare themselves."""
 _METAVARS = {
     "replicas": "N|N,N,...",

@@ -1,16 +1,11 @@
 """The command line: plan, explain, schedule, diff, verify, checkpoint, cluster, version.
 
-Exit codes: 0 success; 1 a check failed, or something failed while ranks ran; 2 the request cannot be met (a bad
-argument, a model that is refused, a plan that does not fit).  An AutopartError prints its message on stderr, with a
-traceback only under --traceback.  Under torchrun this process is one rank, and only rank 0 prints results.
+Under torchrun this process is one rank, and only rank 0 prints results.
 """
 
 from __future__ import annotations
 
-import os
 import platform
-import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -23,15 +18,15 @@ from autopart import api
 from autopart.cli import plans
 from autopart.cli.checkpoints import app as checkpoint_app
 from autopart.cli.cluster import app as cluster_app
-from autopart.cli.flags import ClusterName, Json, ModelName, takes_option_flags
+from autopart.cli.entry import TRACEBACK, main
+from autopart.cli.flags import ClusterName, ModelName, takes_option_flags
 from autopart.cli.model_loader import load_model
-from autopart.cli.output import print_json, prints_results
+from autopart.cli.output import Json, print_json, prints_results
 from autopart.files.clusters import parse_cluster
-from autopart.ir.errors import AutopartError, RunError
 from autopart.options import choices, read_options
 from autopart.session.compare import Verification, verify_step
 
-TRACEBACK = "--traceback"
+__all__ = ["app", "main"]
 
 app = typer.Typer(
     name="autopart",
@@ -113,15 +108,3 @@ def _verify_on_rank(
     options = read_options(loss_fn=subject.loss_fn, plan=plan, transport=transport, **flags)
     machines = parse_cluster(cluster, cuda_devices=torch.cuda.device_count())
     return verify_step(subject.model, machines, subject.batch, options, tolerance)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line; always raises SystemExit."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    try:
-        app(args=[word for word in words if word != TRACEBACK], prog_name="autopart")
-    except AutopartError as error:
-        if TRACEBACK in words:
-            raise
-        print(f"autopart: {error}" if prints_results() else f"rank {os.environ['RANK']}: {error.what}", file=sys.stderr)
-        sys.exit(1 if isinstance(error, RunError) else 2)

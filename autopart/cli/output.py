@@ -8,8 +8,11 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from typing import Annotated
 
 import typer
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table")]
 
 
 def prints_results() -> bool:

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from autopart import api
-from autopart.cli.flags import ClusterName, Json, ModelName, Seed, TraceFile, takes_option_flags
+from autopart.cli.flags import ClusterName, ModelName, Seed, TraceFile, takes_option_flags
 from autopart.cli.model_loader import Subject, load_model
-from autopart.cli.output import Progress, print_json, prints_results
+from autopart.cli.output import Json, Progress, print_json, prints_results
 from autopart.files.plans import diff_plans, load_plan, plan_to_json, save_plan
 from autopart.files.schedule_csv import save_schedule_csv
 from autopart.ir.errors import UsageError

@@ -79,8 +79,7 @@ class Program:
     micro-batches; empty if all have equal shares of the rows.  owners: stages whose replicas share the optimizer state.
     statistics: stages whose replicas share batch statistics in every compute.  posting: for each rank its exchanges in
     the order in which it posts them; empty if the transport may post messages ahead (`passes.program.posting`).
-    updates: in asynchronous training the number of micro-batches, for each stage, whose gradients make an update of its
-    weights; nothing then happens once a step.
+    rhythm: of asynchronous training; nothing then happens once a step.
     """
 
     micros: int
@@ -94,7 +93,13 @@ class Program:
     owners: tuple[int, ...] = ()
     statistics: tuple[int, ...] = ()
     posting: tuple[tuple[Exchange, ...], ...] = ()
-    updates: tuple[int, ...] = ()
+    rhythm: Streaming | None = None
+
+    @property
+    def updates(self) -> tuple[int, ...]:
+        """In asynchronous training the number of micro-batches, for each stage, whose gradients make an update of its
+        weights; else ()."""
+        return self.rhythm.updates if self.rhythm is not None else ()
 
     def __str__(self) -> str:
         return " ".join(str(action) for action in self.order)

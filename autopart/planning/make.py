@@ -52,6 +52,7 @@ from autopart.planning.restrictions import (
     with_reduction,
 )
 from autopart.planning.splits import Splits, other_sizes, ways_to_split
+from autopart.runtime.activity import patient
 
 IDLE = 0.15
 """Bubble from which slices of sequences are suggested."""
@@ -65,10 +66,11 @@ RUN_ORDERS = ("eager",)
 
 @contextlib.contextmanager
 def _phase(what: str) -> Iterator[None]:
-    """Log a phase and its seconds to the logger "autopart" at level INFO."""
+    """Log a phase and its seconds to the logger "autopart" at level INFO, and note it as what this process does."""
     log, began = logging.getLogger("autopart"), time.perf_counter()
     log.info("%s ...", what)
-    yield
+    with patient(what):
+        yield
     log.info("%s took %.1f s", what, time.perf_counter() - began)
 
 

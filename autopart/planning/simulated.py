@@ -9,6 +9,7 @@ from autopart.capture.derive.token_axis import asked_slices
 from autopart.costs.optimizer_state import narrowest_bytes, state_factor
 from autopart.costs.sources import COST_SOURCES, GROUP_NS, costed
 from autopart.ir.cluster import Cluster
+from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan
 from autopart.ir.size import Size
 from autopart.ir.timeline import Timeline
@@ -16,7 +17,7 @@ from autopart.options import Options
 from autopart.passes.ops.cost_model import CostModel
 from autopart.passes.program.routing import route
 from autopart.passes.program.verify import check_program
-from autopart.passes.simulation.estimate import timeline_of
+from autopart.passes.simulation.estimate import estimate, timeline_of
 from autopart.passes.simulation.slices import slice_shares
 from autopart.passes.simulation.stage_costs import Estimator, device_types
 
@@ -29,6 +30,25 @@ def simulate_plan(
     captured: the program that the plan was made from.  Costs come from the source that the options name, else from that
     of the plan.  Raises as `make_plan`.
     """
+    graph, estimator = _estimated(plan, captured, captures, batch, cluster, options)
+    program = check_program(route(plan.decision, graph), plan.schedule)
+    return timeline_of(plan.decision, program, estimator)
+
+
+def simulated_step_ns(
+    plan: Plan, captured: Captured, captures: CaptureCache, batch: Batch, cluster: Cluster, options: Options
+) -> int:
+    """Return the nanoseconds that a step of a plan takes, or that one of an asynchronous plan takes in the long run.
+    Arguments and errors: as for `simulate_plan`."""
+    graph, estimator = _estimated(plan, captured, captures, batch, cluster, options)
+    program = check_program(route(plan.decision, graph), plan.schedule)
+    return estimate(plan.decision, program, estimator).step_ns
+
+
+def _estimated(
+    plan: Plan, captured: Captured, captures: CaptureCache, batch: Batch, cluster: Cluster, options: Options
+) -> tuple[Graph, Estimator]:
+    """Return the program of a plan with costs, and what estimates its stages."""
     source = options.costs
     if source == "auto" and plan.provenance.costs in COST_SOURCES:
         source = plan.provenance.costs
@@ -49,6 +69,4 @@ def simulate_plan(
         if recipe is not None:
             axis = recipe.axis()
             slices = slice_shares(graph, axis.tokens, axis.behind, axis.once, cluster.devices[0])
-    estimator = Estimator(cluster, cost_model, factor, overlap=True, slices=slices, group_ns=GROUP_NS[cluster.kind])
-    program = check_program(route(plan.decision, graph), plan.schedule)
-    return timeline_of(plan.decision, program, estimator)
+    return graph, Estimator(cluster, cost_model, factor, overlap=True, slices=slices, group_ns=GROUP_NS[cluster.kind])

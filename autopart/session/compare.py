@@ -36,7 +36,7 @@ from autopart.ir.graph import Graph
 from autopart.options import Options
 from autopart.passes.program.schedules import find
 from autopart.runtime.tensors import dense
-from autopart.session.pipe import Pipe
+from autopart.session.pipe.pipe import Pipe
 from autopart.session.ranks.agreement import from_rank
 from autopart.session.step.loss_shares import whole_shares
 

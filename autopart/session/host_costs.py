@@ -25,7 +25,7 @@ from autopart.costs.detect import detect, rounded
 from autopart.ir.cluster import UNMEASURED, Cluster, HostCosts
 from autopart.options import read_options
 from autopart.runtime.launch.local import launch, under_torchrun
-from autopart.session.pipe import Pipe
+from autopart.session.pipe.pipe import Pipe
 
 _LAYERS, _WIDTH, _MICROS, _ROWS = 24, 16, 16, 32
 _WARM_UPS, _STEPS = 5, 60

@@ -14,11 +14,10 @@ from autopart.ir.plan import Decision, Stage
 from autopart.ir.shares import owners_of
 from autopart.passes.program.routing import tied
 from autopart.runtime.group.world import World
+from autopart.runtime.moves import Route, move_tensors
 from autopart.runtime.sums.shared_values import Sharing
-from autopart.runtime.tensors import LocalTensors, move_tensors
+from autopart.runtime.tensors import LocalTensors
 
-Route = tuple[str, int, int]
-"""Name of a tensor, the rank that has it, the rank that needs it."""
 Ranks = Mapping[str, tuple[int, ...]]
 
 

@@ -1,241 +1,39 @@
-"""One rank of a running pipeline: it plans together with the others, and takes each batch to its executor."""
+"""One rank of a running pipeline: it takes each batch to its executor, and runs it with the other ranks."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from autopart.capture import CaptureCache, Captured
-from autopart.capture.batch.batch import Batch, BatchReader
+from autopart.capture.batch.batch import Batch
 from autopart.capture.batch.stand_in import with_rows
-from autopart.capture.derive.reduction import BatchRule
-from autopart.capture.guards import check_autocast, tied_names
-from autopart.capture.trained import refuse_meta
-from autopart.ir.cluster import Cluster
 from autopart.ir.errors import BatchError
-from autopart.ir.graph import Graph
-from autopart.ir.plan import Plan
-from autopart.ir.program import Program
-from autopart.ir.size import Size
-from autopart.ir.timeline import Span
-from autopart.options import Options
-from autopart.planning.backend import runs_compiled
-from autopart.planning.make import Planned, make_plan, read_plan
-from autopart.runtime.activity import patient, set_activity, set_rank_label
+from autopart.runtime.activity import patient
 from autopart.runtime.engine import BatchPlan
-from autopart.runtime.group.world import World
-from autopart.runtime.sums.shared_values import SharedValues
-from autopart.runtime.tensors import LocalTensors, broadcast_weights_if_different
-from autopart.session.evaluation import evaluated_rows, evaluation_rule
-from autopart.session.executor import Executor, RankContext
-from autopart.session.kinds import largest_part, new_executor
-from autopart.session.placement import placement_of, relocate
-from autopart.session.ranks.agreement import FAILURES, from_rank, require_same_everywhere, together
-from autopart.session.ranks.call_sync import Calls, Given, digest_of
+from autopart.session.executors.executor import Executor
+from autopart.session.executors.kinds import Kind, largest_part
+from autopart.session.ranks.agreement import FAILURES
+from autopart.session.ranks.call_sync import Given, digest_of
+from autopart.session.session_plan import SessionPlan
 from autopart.session.step.data import (
     Arguments,
     as_shard,
-    first_batch,
-    one_batch,
-    refuse_target,
     rows_of_shards,
     shared_stand_in,
 )  # fmt: skip
-from autopart.session.step.loss_shares import Shares
 
 _CALLS = {"step": "step", "loss": "eval_loss", "predict": "predict"}
 """The call of a pipe by the mode in which the model is captured."""
-_Kind = tuple[str, float, float]
-"""A kind of batch: the mode, and digests of the model's version and of the batch's signature, equal on all ranks."""
-_KEEP = 32  # kinds of batches whose executor is kept
 
 
-class Session:
-    """One rank of a running pipeline; every rank has one, and calls its methods in the same order.
-
-    captures: captures of the model.  world: the process group.  calls: the collective calls of this rank.  plan: the
-    plan that runs.  context: what this rank holds under the plan.  tied: first name of each tied tensor, by its other
-    names.  spans: gets what this rank does in training steps, if it is a list.  last_shares: rows of each micro-batch
-    of the last batch, and their shares in its loss.  flush: lets what asynchronous training has in flight come back,
-    before any other call.  Ready after `bring_up`.
-    """
-
-    plan: Plan
-    context: RankContext
-    _captured: Captured
-    _training: Executor
-    _batch: Batch
-
-    def __init__(self, captures: CaptureCache, cluster: Cluster, options: Options) -> None:
-        """Join the process group.  Collective.  Raises ClusterError when the processes that run are not those of the
-        cluster."""
-        self.captures = captures
-        self.options = options
-        self._cluster = cluster
-        self._reader = BatchReader()
-        self._kinds: dict[_Kind, Executor] = {}
-        self.spans: list[Span] | None = None
-        self.tied: Mapping[str, str] = {}
-        self.last_shares: tuple[tuple[int, ...], Shares] = ((), {})
-        self.flush: Callable[[], None] = lambda: None
-        local, timeout_s = cluster.levels[0].size, options.timeout
-        self.world = World(cluster.kind, cluster.world, local=local, timeout_s=timeout_s, transport=options.transport)
-        self.calls = Calls(self.world)
-
-    # -- getting there ---------------------------------------------------------------------------------------------
-
-    def bring_up(self, arguments: Arguments, *, sharded: bool = False) -> None:
-        """Plan on rank 0 for the batch of these arguments, check that every rank holds the same model, and make this
-        rank's stages.  Collective; a request that cannot be met is refused here, on all ranks at once."""
-        try:
-            with self.calls.collective("compiling"):
-                self.calls.enter("compile")()
-                with together(self.world, "reading the model and the plan"):
-                    # Kept: another plan captures the model at other sizes.
-                    self._batch = first_batch(self._read(arguments), sharded=sharded)
-                    read_plan(self.options)
-                    refuse_meta(self.captures.trained)
-                    self.tied = tied_names(self.captures.trained)
-                planned = self._plan_together(self.options)
-                set_activity("comparing weights")
-                broadcast_weights_if_different(self.world, planned.captured.tensors)
-                context = self._context_of(planned)
-                self._install(planned, context, self._executor_of(planned, context))
-        except BaseException:
-            self.close()
-            raise
-        set_activity("between calls")
-
-    def adopt(self, plan: Plan | str | os.PathLike[str]) -> None:
-        """Go on under another plan (rank 0's counts) for the same model, batch and number of ranks.  Collective.
-
-        Parameters, buffers and accumulated gradients move to the ranks that need them.  A plan that does not fit is
-        refused on all ranks, and the session goes on under the old one."""
-        with self.call("adopt"):
-            planned = self._plan_together(replace(self.options, plan=plan))
-            context = self._context_of(planned, self.tensors)
-            executor = self._executor_of(planned, context)
-            with self.calls.running("moving the weights to another plan"):
-                self.tensors.masters.write()
-                self.context.values.gather()
-                relocate(self.world, self.context.placement, context.placement, self.tensors, context.tensors)
-            self._install(planned, context, executor)
-
-    def _plan_together(self, options: Options) -> Planned:
-        """Return the plan of rank 0 on every rank, each with its own capture.  Collective; an error is raised on all
-        ranks."""
-        mine: Planned | None = None
-
-        def made() -> tuple[Plan, BatchRule]:
-            nonlocal mine
-            with patient("planning"):
-                mine = make_plan(self.captures, self._batch, self._cluster, options)
-            return mine.plan, mine.rule
-
-        plan, rule = from_rank(self.world, 0, "planning", made)
-        with together(self.world, "capturing the model"), patient("capturing the model"):
-            if mine is None:
-                self.captures.run_in(plan.provenance.precision, self._cluster.kind)
-                captured = self.captures(self._batch, Size(max(plan.micro_rows)))
-                mine = Planned(plan, captured, rule)
-            self._batch = self.captures.judged(self._batch)
-            fingerprint = (
-                f"{mine.captured.graph.shape_digest()} {mine.plan.digest()} {options.seed} {options.master_weights}"
-            )
-        require_same_everywhere(self.world, fingerprint)
-        return mine
-
-    def _context_of(self, planned: Planned, earlier: LocalTensors | None = None) -> RankContext:
-        """Return what executors share under a plan.  earlier: tensors that this rank held before.  Collective."""
-        placement = placement_of(planned.captured.graph, planned.plan.decision)
-        rank, wanted = self.world.rank, self.options.master_weights
-        tensors = LocalTensors(self.world.device, earlier, lambda name: wanted and placement.keeps(rank, name))
-        values = SharedValues(self.world, placement.sharing, tensors.held)
-        backend = "inductor" if runs_compiled(self.options, planned.plan) else "eager"
-        options = replace(self.options, backend=backend)
-        return RankContext(self.world, self.captures, tensors, placement, values, options)
-
-    def _executor_of(self, planned: Planned, context: RankContext) -> Executor:
-        """Return the executor of the batches that a plan is for.  Collective."""
-        with together(self.world, "making the stages"), patient("making the stages"):
-            executor = Executor("step", context, planned.captured, planned.plan.decision, planned.rule)
-            executor.prepare(self._batch, (max(planned.plan.micro_rows),))
-        if self.world.carrier is not None:  # opens all channels before the first step
-            executor.engine(len(planned.plan.micro_rows))
-        return executor
-
-    def _install(self, planned: Planned, context: RankContext, executor: Executor) -> None:
-        context.tensors.forget_earlier()
-        self.plan, self._captured = planned.plan, planned.captured
-        self.context = context
-        context.values.drop_foreign_gradients()
-        signature = digest_of(repr(self._batch.signature()))
-        self._kinds = {("step", digest_of(self.captures.version), signature): executor}
-        self._training = executor
-        stages = planned.plan.decision.stages_of_rank(self.world.rank)
-        set_rank_label(f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}" if stages else "idle")
-
-    # -- what it is ------------------------------------------------------------------------------------------------
-
-    @property
-    def graph(self) -> Graph:
-        """The captured graph that was planned."""
-        return self._captured.graph
-
-    @property
-    def needing(self) -> tuple[int, ...]:
-        """The ranks that need the batch of a training step, in the order of its shards; other calls need the first."""
-        return self.plan.stages[0].ranks
-
-    @property
-    def tensors(self) -> LocalTensors:
-        """The tensors that this rank holds."""
-        return self.context.tensors
-
-    @property
-    def divides_parameters(self) -> bool:
-        """Whether some rank does not keep the gradient of every parameter."""
-        return any(len(ranks) < self.world.size for ranks in self.context.placement.keepers.values())
-
-    def keeps(self, name: str) -> bool:
-        """Return whether an optimizer of this rank updates what it holds under this name.  With zero=1 another replica
-        may, and the value here is the one of the last run."""
-        return self.context.placement.keeps(self.world.rank, name)
-
-    def home(self, value: str) -> int:
-        """Return the first stage that computes a value of the graph."""
-        return self._training.home(value)
-
-    def program(self) -> Program:
-        """Return what every rank does in one training step."""
-        return self._training.program(len(self.plan.micro_rows))
+class Session(SessionPlan):
+    """One rank of a running pipeline; every rank has one, and calls its methods in the same order."""
 
     # -- running ---------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def call(self, name: str) -> Iterator[Session]:
-        """Run the body once every rank makes this call.  A failure of the body ends the pipe on all ranks.
-
-        Raises UsageError for different calls, and RefusedError when the model has other tensors than the pipeline."""
-        failure: BaseException | None = None
-        try:
-            if name != "close":
-                self.captures.check_tensors()
-            if name not in ("close", "sync_model"):
-                self.tensors.masters.check()
-        except FAILURES as error:
-            failure = error
-        with self.calls.collective(name):
-            self.flush()
-            self.calls.enter(name, failure)()
-            yield self
-        set_activity("between calls")
 
     def loss(
         self,
@@ -268,28 +66,6 @@ class Session:
 
     # -- the road of a batch, up to its plan (`Executor.plan`) -----------------------------------------------------
 
-    def _read(self, arguments: Arguments, mode: str = "step") -> Batch | None:
-        """Return the batch of a call taken apart, None if this rank is given none; in a prediction without target."""
-        batch = one_batch(arguments)
-        if batch is None:
-            return None
-        if mode == "predict" and self.options.loss_fn is not None:
-            refuse_target(self.captures.model, batch)
-        return self._reader.read(batch, with_target=self.options.loss_fn is not None and mode != "predict")
-
-    def _follow_model(self, *, training: bool) -> None:
-        """Compare the model with its captures, and bring its new values and flags to what this rank holds.  training:
-        whether training flags count.  Raises RefusedError for a change that no run can follow."""
-        check_autocast(self.world.device.type)
-        set_activity("comparing the model with its capture")
-        self.tensors.check()
-        if toggled := self.tensors.masters.toggled():
-            for name, parameter in self.captures.trained.named_parameters():
-                parameter.requires_grad_(toggled.get(name, parameter.requires_grad))
-        if self.captures.refresh(training=training):
-            self.tensors.follow_flags(self.captures.trained.named_parameters())
-        self.tensors.masters.write()
-
     def own_batch(
         self, mode: str, arguments: Arguments, *, sharded: bool
     ) -> tuple[Batch | None, str, Sequence[float] | None, BaseException | None]:
@@ -298,7 +74,8 @@ class Session:
         batch: Batch | None = None
         try:
             batch = self._read(arguments, mode)
-            self._follow_model(training=mode == "step")
+            self.follow_model(training=mode == "step")
+            self._reader.prove(here=sharded or self.world.rank == self.needing[0])
             if batch is None:  # the counts of others are enough, unless buffers have to be compared here
                 return None, "", None if self.plan.decision.token_slices else (), None
             if sharded:
@@ -329,7 +106,8 @@ class Session:
         )  # fmt: skip
         if batch is not None and counts is not None and failure is None:
             kind = mode, digest_of(version), digest_of(signature)
-            executor = self._kinds[kind]
+            executor = self._kinds.get(kind)
+            assert executor is not None  # it counted the batch
             if executor.begin(batch, counts):
                 agree = partial(self._agree, settle, kind, batch, needed[0])
                 plan = replace(executor.plan(batch, key, scale), agree=agree)
@@ -350,50 +128,18 @@ class Session:
         if batch is None or (sharded and self.world.rank not in needed):
             assert stand_in is not None
             batch = with_rows(stand_in, sum(shards) if sharded else rows[needed[0]])
-        executor = self._executor(kind, batch, shards)
+        executor = self._kinds.executor(kind, batch, shards)
         executor.stand_in = stand_in
         executor.agree(batch, all_counts, shards)
         plan = executor.plan(batch, key, scale, shards)
         self.last_shares = plan.rows, executor.shares
         return executor, batch, plan
 
-    def _agree(self, settle: Callable[[], Given], kind: _Kind, batch: Batch, first: int) -> None:
+    def _agree(self, settle: Callable[[], Given], kind: Kind, batch: Batch, first: int) -> None:
         """Wait until every rank makes this step with a batch like this rank's, which has begun with it.  Collective;
         raises on all ranks what any rank finds wrong."""
         signature, _, missing, counts = settle()
-        executor = self._executor(kind, batch, ())
+        executor = self._kinds.executor(kind, batch)
         if missing and executor.stand_in is None:
             executor.stand_in = shared_stand_in(self.world, batch, first, signature)
         executor.agree(batch, counts)
-
-    def _executor(self, kind: _Kind, batch: Batch, shards: tuple[int, ...]) -> Executor:
-        """Return the executor of a kind of batch, made at first use along the stages of the training plan.  Collective.
-
-        A batch of another kind, or a model that was changed, may run another program than the one that was planned.
-        """
-        executor = self._kinds.pop(kind, None)
-        if executor is None:
-            rule = self._evaluation_rule(batch) if kind[0] == "loss" else None
-            with together(self.world, "capturing the model"), patient("capturing the model"):
-                executor = new_executor(kind[0], self.context, batch, shards, self.graph, self.plan.decision, rule)
-        self._kinds[kind] = executor  # the last one to be forgotten
-        if len(self._kinds) > _KEEP:
-            del self._kinds[next(iter(self._kinds))]
-        return executor
-
-    def _evaluation_rule(self, batch: Batch) -> BatchRule | None:
-        """Return how an evaluated batch is cut, as the first rank finds it; None if it stays whole.  Collective."""
-        decision, stated = self.plan.decision, self.options.loss_reduction
-        if len(evaluated_rows("loss", batch, decision)) == 1:
-            return None
-
-        def derived() -> BatchRule | None:
-            with patient("preparing the batch"):
-                return evaluation_rule(self.captures, batch, self.graph, decision, stated)
-
-        return from_rank(self.world, decision.stages[0].ranks[0], "preparing the batch", derived)
-
-    def close(self) -> None:
-        """Leave the process group.  The model keeps the weights that this rank holds."""
-        self._kinds.clear()
-        self.world.close()

@@ -57,7 +57,7 @@ def stream_program(decision: Decision, graph: Graph, batches: int, prologue: Col
     rhythm = streaming_of(decision)
     rows = decision.micro_rows * batches
     bare = route(replace(decision, micro_rows=rows), graph, prologue)
-    program = replace(bare, order=(), updates=rhythm.updates)
+    program = replace(bare, order=(), rhythm=rhythm)
     return replace(program, order=tuple(_ticks(rhythm, program)))
 
 

@@ -18,7 +18,6 @@ from itertools import product
 from autopart.ir.actions import (
     ACTIONS,
     ALL,
-    BACKWARD,
     COMPUTE,
     COMPUTES,
     FORWARD,
@@ -58,7 +57,8 @@ def check_program(program: Program, schedule: str | None = None, *, backward: bo
     4. The actions of stages that meet stand side by side.
     5. No action of a stage stands behind its optimizer.
     6. In asynchronous training the updates of a stage (U) stand in its order too: behind all backwards of their
-       micro-batches, and before the first backward of later ones.
+       micro-batches, before the first backward of later ones, and before the forwards that use their weights
+       (`ir.program.Streaming.version`).
     7. F done and B not yet: never more slots on a rank than the limit of the schedule, if it has one.
     With backward=False the program is forward only, and rule 7 does not apply.  O(actions).
     """
@@ -287,14 +287,19 @@ class _Walk:
         return None
 
     def _overtakes(self, action: Action) -> Problem | None:
-        """Check rule 6 for a backward: gradients of an earlier update are not mixed with its own."""
-        program, stage = self._program, action.stage
-        if not program.updates or completes(action.kind) != COMPUTES[BACKWARD]:
+        """Check rule 6 for a compute: a forward finds its weights, and a backward adds to the gradients of its own
+        update."""
+        program, stage, rhythm = self._program, action.stage, self._program.rhythm
+        if rhythm is None:
             return None
-        first = action.micro // program.updates[stage] * program.updates[stage]
-        if first and not self.is_over(before := program.updating(stage, first - 1)):
-            return f"{action} runs before {before}", "its gradients would be added to those of an earlier update"
-        return None
+        every, forward = rhythm.updates[stage], ACTIONS[action.kind].way == FORWARD
+        first = action.micro // every * every
+        if forward:
+            first = rhythm.version(stage, action.micro // rhythm.micros) * every
+        if not first or self.is_over(before := program.updating(stage, first - 1)):
+            return None
+        why = "it uses the weights that this one makes" if forward else "its gradients would be added to an earlier one"
+        return f"{action} runs before {before}", why
 
     def _update(self, action: Action) -> Problem | None:
         stage, micro = action.stage, action.micro

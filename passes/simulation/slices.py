@@ -70,28 +70,17 @@ class SliceShares:
 
         contexts: tokens before each slice.  O(ops + slices * kinds of ops).
         """
-        sums = self._sums(ops, backward=backward)
+        hidden: Counter[tuple[float, float]] = Counter()
+        sums = self._sums(ops, backward=backward, hidden=hidden)
         fixed = min(sums[_FIXED], float(total_ns))
         rest = sum(sums[_EACH:_ADDED])
         scale = (total_ns - fixed) / rest if rest else 0.0
         length, context = np.asarray(lengths, dtype=np.float64), np.asarray(contexts, dtype=np.float64)
         whole = float(self.tokens)
         share = sums[_EACH] * length / whole + sums[_BEHIND] * length * (context + length) / whole**2
-        for (taken, least), count in self._hidden(ops, backward=backward).items():
+        for (taken, least), count in hidden.items():
             share = share + count * np.maximum(0.0, least - taken * length / whole)
         return np.asarray(fixed + sums[_ADDED] + scale * (share + sums[_ONCE] * (context == 0)))
-
-    def _hidden(self, ops: Collection[str], *, backward: bool) -> Counter[tuple[float, float]]:
-        """Return how many ops there are of each time beyond the launch, and of passes over weights that hide in it."""
-        found: Counter[tuple[float, float]] = Counter()
-        for name in ops if self.hides else ():
-            cost, weight = self.costs.get(name), self.weight_ns.get(name, 0.0)
-            taken = 0 if cost is None else cost.bwd_ns if backward else cost.fwd_ns
-            if taken and weight and name not in self.once and name not in self.behind:
-                passes = READ * weight + (SUMMED * self.trained_ns.get(name, 0.0) if backward else 0.0)
-                taken = max(0, taken - self.launch_ns)
-                found[float(taken), min(float(taken), passes)] += 1
-        return found
 
     def least_ns(
         self, blocks: Sequence[Collection[str]], totals: npt.ArrayLike, lengths: Sequence[int], *, backward: bool
@@ -124,9 +113,14 @@ class SliceShares:
         # The time of a stage beyond its launches, if it has nothing else, is in no slice; times are rounded down.
         return np.asarray(least - beyond[(rest <= 0) & (beyond > 0)].sum() - len(blocks) * counts)
 
-    def _sums(self, ops: Collection[str], *, backward: bool) -> list[float]:
-        """Return the fixed time of every slice, the rest by kind of op, and the time of adding gradients."""
-        sums = [0.0] * 5
+    def _sums(
+        self, ops: Collection[str], *, backward: bool, hidden: Counter[tuple[float, float]] | None = None
+    ) -> list[float]:
+        """Return the fixed time of every slice, the rest by kind of op, and the time of adding gradients.
+
+        hidden: gets how many ops there are of each time beyond the launch and of passes over weights that hide in it.
+        """
+        sums, reads = [0.0] * 5, self.weight_ns if self.hides and hidden is not None else {}
         for name in ops:
             cost = self.costs.get(name)
             taken = 0 if cost is None else cost.bwd_ns if backward else cost.fwd_ns
@@ -141,7 +135,11 @@ class SliceShares:
                 sums[_ADDED] += ADDED * self.trained_ns.get(name, 0.0)
             fixed = min(float(taken), fixed)
             sums[_FIXED] += fixed
-            sums[_BEHIND if name in self.behind else _EACH] += taken - fixed
+            behind = name in self.behind
+            sums[_BEHIND if behind else _EACH] += taken - fixed
+            if hidden is not None and not behind and (weight := reads.get(name)):
+                passes = READ * weight + (SUMMED * self.trained_ns.get(name, 0.0) if backward else 0.0)
+                hidden[taken - fixed, min(taken - fixed, passes)] += 1
         return sums
 
 

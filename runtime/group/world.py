@@ -24,6 +24,7 @@ from autopart.runtime.group.breaking import break_group
 from autopart.runtime.group.carriers import CARRIERS, NcclCarrier
 from autopart.runtime.group.rendezvous import UNWATCHED
 from autopart.runtime.group.shared_group import default_timeout_s, shared_group
+from autopart.runtime.watch.progress import show_progress
 from autopart.runtime.watch.slow_phase import watch_slow_phases
 from autopart.runtime.watch.stop_signals import stop_signals
 
@@ -63,6 +64,7 @@ class World:
 
         Raises ClusterError if this host lacks the CUDA devices that its ranks need."""
         watch_slow_phases()
+        show_progress()
         self.transport = transport_of(kind, transport)
         self.size = size
         self.rank = 0
@@ -302,16 +304,20 @@ class World:
                 dist.broadcast(tensor, source, group=shared_group.group)
         return tensor
 
-    def move(self, tensor: torch.Tensor, source: int, target: int) -> torch.Tensor:
-        """Copy a contiguous CPU tensor of rank `source` to rank `target`, in place.  Both call this, in one order of
-        all moves; on other ranks it does nothing."""
-        if self.rank == source != target:
-            with waiting(target):
-                dist.send(tensor, target, group=shared_group.group)
-        elif self.rank == target != source:
-            with waiting(source):
-                dist.recv(tensor, source, group=shared_group.group)
-        return tensor
+    def begin_moving(self, tensor: torch.Tensor, source: int, target: int) -> Callable[[], None]:
+        """Begin to copy a contiguous CPU tensor of rank `source` to rank `target`, in place; return a function that
+        waits for it.  Both call this, in one order of all that is sent between them; on other ranks it does nothing."""
+        if source == target or self.rank not in (source, target):
+            return lambda: None
+        peer, begin = (target, dist.isend) if self.rank == source else (source, dist.irecv)
+        work = begin(tensor, peer, group=shared_group.group)
+        assert work is not None
+
+        def finished() -> None:
+            with waiting(peer):
+                work.wait()
+
+        return finished
 
 
 def transport_of(kind: str, asked: str) -> str:

@@ -2,43 +2,31 @@
 
 from __future__ import annotations
 
-import os
+import re
 import time
 from pathlib import Path
 
 import pytest
-from support.jobs.failing_jobs import WORLD, exit_in_step, healthy_step, train_until_failure, without_memory
+from support.jobs.failing_jobs import (
+    WORLD,
+    exit_in_step,
+    healthy_step,
+    train_in_many_stages,
+    train_until_failure,
+    without_memory,
+)
+from support.oracles.ended import LIMIT_S, failed
 from support.workers import Workers
 
-from autopart.ir.errors import RunError, StageError, WorkerError
+from autopart.ir.errors import StageError, WorkerError
 
 pytestmark = pytest.mark.timeout(120)
-LIMIT_S = 5.0
 
 
 @pytest.fixture(scope="module")
 def workers():
     with Workers(WORLD, timeout=90) as pool:
         yield pool
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def fail(workers: Workers, job, *args) -> RunError:
-    """Run a job that fails and return its error. No process may be left."""
-    workers.run(os.getpid)  # starts the processes
-    pids = workers.pids
-    assert len(pids) == WORLD
-    with pytest.raises(RunError) as caught:
-        workers.run(job, *args)
-    assert not [pid for pid in pids if alive(pid)]
-    return caught.value
 
 
 @pytest.mark.parametrize(
@@ -55,7 +43,7 @@ def test_a_killed_worker_is_named_and_ends_all_others_in_seconds(
     workers, tmp_path, phase, calls, words, schedule, capfd
 ):
     clock = tmp_path / "clock"
-    error = fail(workers, train_until_failure, phase, "kill", calls, str(clock), schedule)
+    error = failed(workers, train_until_failure, phase, "kill", calls, str(clock), schedule)
     assert time.monotonic() - float(clock.read_text()) <= LIMIT_S
     assert type(error) is WorkerError
     assert "rank 2 (stage 2) died" in str(error) and "SIGKILL" in str(error)
@@ -67,7 +55,7 @@ def test_a_killed_worker_is_named_and_ends_all_others_in_seconds(
 @pytest.mark.slow
 def test_a_worker_that_exits_is_named_with_its_code(workers, tmp_path):
     clock = tmp_path / "clock"
-    error = fail(workers, exit_in_step, str(clock))
+    error = failed(workers, exit_in_step, str(clock))
     assert time.monotonic() - float(clock.read_text()) <= LIMIT_S
     assert "rank 1 (stage 1)" in str(error) and "code 3" in str(error)
 
@@ -77,7 +65,7 @@ def test_a_worker_that_exits_is_named_with_its_code(workers, tmp_path):
     [pytest.param(*case, marks=pytest.mark.slow) for case in (("1f1b", 3, 2), ("gpipe", 6, 1))],
 )
 def test_an_op_that_raises_is_reported_once_with_stage_micro_batch_and_module(workers, schedule, calls, micro):
-    error = fail(workers, train_until_failure, "forward", "raise", calls, "", schedule)
+    error = failed(workers, train_until_failure, "forward", "raise", calls, "", schedule)
     text = str(error)
     assert type(error) is StageError
     assert text.count("the op gave up") == 1
@@ -97,15 +85,48 @@ def test_an_op_that_raises_is_reported_once_with_stage_micro_batch_and_module(wo
     ],
 )
 def test_what_raises_in_the_backward_is_reported_with_stage_and_micro_batch(workers, phase, calls, schedule, words):
-    error = fail(workers, train_until_failure, phase, "raise", calls, "", schedule)
+    error = failed(workers, train_until_failure, phase, "raise", calls, "", schedule)
     assert type(error) is StageError
     assert f"stage 2, micro-batch 1, {words}:" in str(error)
     assert str(error).count("the op gave up") == 1
 
 
+SAID = {"kill": "SIGKILL", "stop": "is stopped", "hang": "did not go on for 2 s"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", SAID)
+@pytest.mark.parametrize(
+    ("schedule", "phase", "words"),
+    [
+        ("zb-v", "forward", r"\dF\d: forward"),
+        ("zb-v", "weights", r"\dW\d: backward of weights"),
+        ("interleaved", "backward", r"\d[BI]\d: backward"),
+        ("searched", "backward", r"\d[BI]\d: backward"),
+    ],
+)
+def test_a_rank_of_several_stages_or_of_a_searched_order_is_named(workers, tmp_path, schedule, phase, words, how):
+    clock = tmp_path / "clock"
+    error = failed(workers, train_in_many_stages, phase, how, 4, str(clock), schedule)
+    assert time.monotonic() - float(clock.read_text()) <= (LIMIT_S if how == "kill" else 15)
+    assert type(error) is WorkerError
+    assert re.search(rf"rank \d \(stages? [\d, ]+\).*{SAID[how]}", str(error)), error
+    assert re.search(words, str(error)), error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("schedule", "phase"), [("zb-v", "weights"), ("interleaved", "forward"), ("searched", "forward")]
+)
+def test_what_raises_there_is_reported_once(workers, schedule, phase):
+    error = failed(workers, train_in_many_stages, phase, "raise", 4, "", schedule)
+    assert type(error) is StageError and re.search(r"stage \d, micro-batch \d", str(error))
+    assert str(error).count("the op gave up") == 1
+
+
 @pytest.mark.slow
 def test_after_a_failure_new_workers_train(workers):
-    fail(workers, train_until_failure, "forward", "raise", 1, "")
+    failed(workers, train_until_failure, "forward", "raise", 1, "")
     assert len(set(workers.run(healthy_step))) == 1
 
 

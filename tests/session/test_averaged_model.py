@@ -90,5 +90,9 @@ def test_a_pipe_that_cannot_be_averaged_is_refused() -> None:
         assert [name for name, each in pipe.companions.items() if each in averages] == [
             "averages", "averages-2", "averages-3",
         ]  # fmt: skip
+        inputs = jobs.batch(0)[0]
+        with averages[0].applied():
+            expected = pipe.predict(inputs)
+        assert torch.equal(averages[0].eval()(inputs), expected)
         with pytest.raises(UsageError, match="another object"):
             averages[0].update_parameters(pipe.model)  # type: ignore[arg-type]

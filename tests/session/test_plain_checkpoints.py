@@ -18,6 +18,7 @@ from torch import nn
 import autopart
 from autopart.files.checkpoints.folders import Root, complete
 from autopart.files.checkpoints.tensor_files import open_tensors
+from autopart.session.state.checkpoints.contents import Contents
 
 CUDA_FREE = {"stages": 1, "micro_batches": 2}
 
@@ -208,3 +209,49 @@ def test_weights_are_read_by_other_tools_by_their_names(tmp_path):
     (file,) = folder.glob("model-*.safetensors")
     assert load_file(file).keys() == set(open_tensors(folder).by_name)
     assert json.loads((folder / "config.json").read_text())["architectures"] == ["GPT2LMHeadModel"]
+
+
+def test_the_first_run_of_a_script_may_find_no_checkpoint(tmp_path):
+    options = {"sample": jobs.batch(0), "costs": "analytic", **CUDA_FREE}
+    with autopart.compile(jobs.model(0), "cpu:1", **options) as pipe:
+        before = pipe.state_dict()
+        for folder in (tmp_path / "none", tmp_path):
+            with pytest.raises(autopart.CheckpointError, match="holds no checkpoint"):
+                pipe.load(folder)
+            assert pipe.load(folder, missing_ok=True) is None
+        after = pipe.state_dict()
+        assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+        autopart.save_from(jobs.model(1), tmp_path, extra="second", step=7)
+        assert pipe.load(tmp_path, missing_ok=True) == "second" and pipe.steps == 7
+        os.truncate(next((tmp_path / "step-00000007").glob("model-*")), 100)
+        with pytest.raises(autopart.CheckpointError):
+            pipe.load(tmp_path, missing_ok=True)
+
+
+def test_copies_for_the_background_use_the_memory_of_the_copies_before():
+    weights, more = {"a": torch.ones(3), "b": torch.ones(2)}, {"c": torch.ones(4).expand(2, 4)}
+    first = Contents(weights, more, None).copied()
+    places = [tensor.data_ptr() for tensor in (first.weights["a"], first.more["c"])]
+    weights = {"a": torch.full((3,), 2.0), "b": torch.full((2,), 3.0).double()}
+    second = Contents(weights, more, None).copied(first)
+    assert [tensor.data_ptr() for tensor in (second.weights["a"], second.more["c"])] == places
+    assert all(torch.equal(second.weights[name], tensor) for name, tensor in weights.items())
+    assert second.weights["b"].dtype == torch.float64
+    weights["a"].zero_()
+    assert torch.equal(second.weights["a"], torch.full((3,), 2.0))
+
+
+@pytest.mark.slow
+def test_a_script_that_ends_without_close_still_gets_its_checkpoint(tmp_path):
+    script = (
+        "import sys, torch, autopart\nfrom torch import nn\n"
+        "model, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), torch.ones(4, 64)\n"
+        "pipe = autopart.compile(model, 'cpu:1', sample=(x, x), loss_fn=nn.MSELoss(), costs='analytic')\n"
+        "optimizer = torch.optim.AdamW(pipe.parameters())\npipe.step((x, x))\noptimizer.step()\n"
+        "pipe.save(sys.argv[1], optimizer, wait=False)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert autopart.latest(tmp_path) == tmp_path / "step-00000001"
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    autopart.load_into(model, tmp_path, torch.optim.AdamW(model.parameters()))

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.jobs import sampler_jobs
+from support.jobs.checkpoint_jobs import model
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from autopart.ir.errors import UsageError
+import autopart
+from autopart.ir.errors import CheckpointError, UsageError
 from autopart.session.state.sampler import DataPosition, Order, PositionedSampler, sampler_of
 
 
@@ -92,3 +97,48 @@ def test_datasets_without_indices_are_refused_by_name() -> None:
 
     with pytest.raises(UsageError, match="Stream"):
         sampler_of(DataPosition(), Stream(), 4, 0, shuffle=True, drop_last=False)
+
+
+GOOD = {"size": 10, "seed": 3, "shuffle": True, "epoch": 1, "consumed": 4}
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"size": "10"}, "size of the position in the data is '10'"),
+        ({"size": 0}, "size of the position"),
+        ({"seed": 1.5}, "seed of the position in the data is 1.5"),
+        ({"seed": -1}, "seed of the position"),
+        ({"shuffle": 1}, "shuffle of the position in the data is 1"),
+        ({"epoch": True}, "epoch of the position in the data is True"),
+        ({"epoch": None}, "epoch of the position in the data is None"),
+        ({"consumed": 11}, "consumed of the position in the data is 11"),
+        ({"consumed": [4]}, "consumed of the position"),
+    ],
+)
+def test_a_position_that_no_checkpoint_of_ours_has_is_refused_by_name(changed: dict[str, object], named: str) -> None:
+    position = DataPosition()
+    position.check(GOOD)
+    position.check({})
+    for state in (GOOD | changed, {key: GOOD[key] for key in GOOD.keys() - changed.keys()}, [], "text"):
+        with pytest.raises(CheckpointError) as caught:
+            position.check(state)
+        if state == GOOD | changed:
+            assert named in str(caught.value)
+    assert position.order is None
+
+
+def test_a_checkpoint_with_a_changed_position_changes_nothing(tmp_path: Path) -> None:
+    sample = dict(zip(("ids", "labels"), sampler_jobs.dataset()[: sampler_jobs.ROWS], strict=True))
+    with autopart.compile(model(0), "cpu:1", sample=sample, costs="analytic", micro_batches=1, stages=1) as pipe:
+        pipe.sampler(sampler_jobs.dataset(), rows=sampler_jobs.ROWS)
+        page = pipe.save(tmp_path) / "checkpoint.json"
+        kept = json.loads(page.read_text())
+        kept["companions"]["data"]["consumed"] = "4"
+        page.write_text(json.dumps(kept))
+        with torch.no_grad():
+            next(pipe.parameters()).add_(1.0)
+        before = pipe.state_dict()
+        with pytest.raises(CheckpointError, match="consumed of the position in the data is '4'"):
+            pipe.load(tmp_path)
+        assert all(torch.equal(value, before[name]) for name, value in pipe.state_dict().items())

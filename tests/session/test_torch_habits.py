@@ -30,6 +30,7 @@ def test_backward_on_a_loss_says_that_the_step_did_it(pipe: autopart.Pipe) -> No
         with pytest.raises(UsageError, match="backward") as caught:
             tensor.backward()
         assert "pipe.step(batch)" in caught.value.fix
+    assert f"{loss:.3f}" == f"{loss.item():.3f}"
     file = io.BytesIO()
     torch.save({"loss": loss}, file)
     file.seek(0)
@@ -50,7 +51,6 @@ def test_a_pipe_is_not_called_and_not_moved(pipe: autopart.Pipe) -> None:
     [
         ("module", "pipe.model"),
         ("no_sync", "optimizer.step() every n-th time"),
-        ("save_pretrained", "pipe.sync_model() on every rank"),
         ("norm", "pipe.model.norm is the model's own"),
         ("nonsense", "docs/pipe.md"),
     ],
@@ -60,6 +60,26 @@ def test_an_attribute_of_other_wrappers_says_what_to_use_instead(pipe: autopart.
     with pytest.raises(UsageError, match=f"no attribute '{name}'") as caught:
         getattr(pipe, name)
     assert instead in caught.value.fix
+
+
+def test_the_own_way_of_a_model_to_be_saved_is_called_or_missed(pipe: autopart.Pipe, tmp_path: Any) -> None:
+    with pytest.raises(UsageError, match="Normed has no save_pretrained") as caught:
+        pipe.save_pretrained(tmp_path)
+    assert "pipe.save(folder)" in caught.value.fix
+
+    class Saved(Normed):
+        def save_pretrained(self, folder: Any, shards: int = 1) -> None:
+            torch.save((self.state_dict(), shards), folder / "state")
+
+    with autopart.compile(Saved(), "cpu:1", sample=ROWS, micro_batches=1, costs="analytic") as own:
+        optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
+        own.step(ROWS)
+        optimizer.step()
+        own.save_pretrained(tmp_path, shards=2)
+        state, shards = torch.load(tmp_path / "state")
+        assert shards == 2 and all(torch.equal(state[name], tensor) for name, tensor in own.state_dict().items())
+        with pytest.raises(RuntimeError, match="does not exist"):
+            own.save_pretrained(tmp_path / "none")
 
 
 def test_a_pipe_is_neither_saved_nor_copied(pipe: autopart.Pipe) -> None:

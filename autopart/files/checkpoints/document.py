@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from autopart.files.checkpoints.tensor_files import AGAIN, Written, hashed, plain_name
+from autopart.files.checkpoints.hashes import AGAIN, Written, hashed, plain_name
 from autopart.files.json_text import parse_json
 from autopart.files.reading import malformed, named, problems_of, read_text, unreadable
 from autopart.files.storage import write_whole
 from autopart.ir.errors import CheckpointError
 
 NAME = "checkpoint.json"
+MASTER, OPTIMIZER, COMPANION = "master", "optimizer", "companion"
+"""What tensors beside the weights are: "master/NAME", "optimizer/KEY/NAME" and "companion/COMPANION/NAME"."""
+AVERAGES = "averages"
+"""The companion of the first averages of a pipe (`AveragedModel`); later ones have a number behind it."""
 VERSION = 1
+_AT_A_TIME = 16
+"""Files that are hashed at a time, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +110,25 @@ def read_document(folder: Path) -> Document:
         if document.step < 0 or document.world < 1:
             raise unreadable("is not a checkpoint", where="step, world", why="a number is negative")
         return document
+
+
+def problems_with(folder: Path, files: Mapping[str, Written]) -> list[CheckpointError]:
+    """Return what is wrong with files, in the order of their names; [] if all are as they were written.
+
+    Reads every file whole, several at a time, the largest first: hashing one needs a core."""
+    by_size = sorted(files, key=lambda name: -files[name].size_bytes)
+    with ThreadPoolExecutor(min(len(files), os.cpu_count() or 1, _AT_A_TIME) or 1) as pool:
+        problems = list(pool.map(lambda name: _problem(folder, name, files[name]), by_size))
+    found = {name: problem for name, problem in zip(by_size, problems, strict=True) if problem is not None}
+    return [found[name] for name in sorted(found)]
+
+
+def _problem(folder: Path, name: str, written: Written) -> CheckpointError | None:
+    try:
+        check_file(folder, name, written)
+    except CheckpointError as error:
+        return error
+    return None
 
 
 def check_file(folder: Path, name: str, written: Written) -> None:

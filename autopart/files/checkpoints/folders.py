@@ -118,13 +118,16 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
     return found[-1] if found else None
 
 
-def checkpoint_at(folder: str | os.PathLike[str]) -> Path:
-    """Return the checkpoint at a path: the folder of one, or the latest in a folder of several.  Raises
-    CheckpointError if there is none."""
+def found_at(folder: str | os.PathLike[str]) -> Path | None:
+    """Return the checkpoint at a path: the folder of one, or the latest in a folder of several, or None."""
     place = Path(folder)
-    if (place / NAME).is_file():
-        return place
-    found = latest(place)
+    return place if (place / NAME).is_file() else latest(place)
+
+
+def checkpoint_at(folder: str | os.PathLike[str]) -> Path:
+    """Return what `found_at` returns.  Raises CheckpointError if there is no checkpoint."""
+    place = Path(folder)
+    found = found_at(place)
     if found is None:
         why = "it has no checkpoint.json and no step-... folder with one" if place.is_dir() else "it does not exist"
         raise CheckpointError(

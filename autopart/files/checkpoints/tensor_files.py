@@ -1,4 +1,4 @@
-"""Files of tensors by name, in the safetensors format: written with their hash, read one tensor at a time.
+"""Files of tensors by name, in the safetensors format: written while they are hashed, read one tensor at a time.
 
 A folder may hold several, with the index that Hugging Face's loaders read.
 """
@@ -6,9 +6,12 @@ A folder may hold several, with the index that Hugging Face's loaders read.
 from __future__ import annotations
 
 import hashlib
+import itertools
+import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+import queue
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,54 +19,75 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
+from autopart.files.checkpoints.hashes import AGAIN, Written, plain_name
 from autopart.files.json_text import parse_json
 from autopart.files.reading import named, read_text, unreadable
 from autopart.ir.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 """The file that says in which file of a folder each tensor is, as Hugging Face's loaders read it."""
-AGAIN = "use another checkpoint, or copy this one again from where it is whole"
-"""What to do about a file that was changed or is missing."""
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
-    """A file as it was written.  size_bytes: of the whole file.  sha256: of its bytes, in hexadecimal."""
-
-    size_bytes: int
-    sha256: str
+_PIECE = 8 << 20
+"""Bytes that are written and hashed at a time."""
+_AHEAD = 4
+"""Pieces by which the writing may be ahead of the hashing; copies of tensors on other devices live until then."""
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> Written:
-    """Write a new file of tensors and wait until it is on the disk; returns its size and hash.  Raises OSError.
+    """Write a new file of tensors and wait until it is on the disk; returns its size and hash.
 
-    The hash is computed while the system writes the pages.  Tensors may share memory; each is written by itself.
+    A tensor that is contiguous in host memory is not copied, and the file is not read again: another thread hashes the
+    bytes while they are written.  Tensors may share memory; each is written by itself, the largest dtypes first, so
+    that all are aligned.  Raises OSError, and CheckpointError for a dtype that the format lacks.
     """
-    seen: set[int] = set()
-    whole = {}
-    for name, tensor in tensors.items():
-        own = tensor.detach().cpu().contiguous()
-        shared = own.numel() > 0 and own.untyped_storage().data_ptr() in seen
-        whole[name] = own.clone() if shared or own.untyped_storage().nbytes() != own.nbytes else own
-        seen.add(whole[name].untyped_storage().data_ptr())
+    ordered = sorted(tensors.items(), key=lambda each: (-each[1].element_size(), each[0]))
+    digest, size = hashlib.sha256(), 0
+    pieces: queue.Queue[memoryview | None] = queue.Queue(_AHEAD)
+
+    def hash_pieces() -> None:
+        for piece in iter(pieces.get, None):
+            digest.update(piece)
+
+    # A thread, and not a pool: pools start nothing once the script has ended, and a save may go on then.
+    hasher = threading.Thread(target=hash_pieces, name="autopart-hasher")
+    hasher.start()
     try:
-        save_file(whole, path, metadata={"format": "pt"})
-    except SafetensorError as error:  # this is how it raises errors of the system
-        raise OSError(str(error)) from error
-    with open(path, "r+b") as file, ThreadPoolExecutor(1) as pool:
-        synced = pool.submit(os.fsync, file.fileno())
-        written = hashed(path)
-        synced.result()
-    return written
+        with open(path, "wb") as file:
+            for piece in itertools.chain([memoryview(_header(ordered))], *(_bytes_of(tensor) for _, tensor in ordered)):
+                pieces.put(piece)
+                file.write(piece)
+                size += len(piece)
+            file.flush()
+            os.fsync(file.fileno())
+    finally:
+        pieces.put(None)
+        hasher.join()
+    return Written(size, digest.hexdigest())
 
 
-def hashed(path: Path) -> Written:
-    """Return the size and the hash of a file.  Raises OSError."""
-    with open(path, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return Written(os.fstat(file.fileno()).st_size, digest)
+def _header(ordered: Sequence[tuple[str, torch.Tensor]]) -> bytes:
+    """Return the head of a file with these tensors: its length, and JSON padded to a multiple of 8 bytes."""
+    head: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in ordered:
+        if tensor.dtype not in _NAMES:
+            raise CheckpointError(f"{name} cannot be saved", why=f"safetensors files hold no {tensor.dtype}")
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        head[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(head, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _bytes_of(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor in pieces, without a copy if it is contiguous in host memory."""
+    own = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    if own.numel():
+        whole = memoryview(own.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+        for first in range(0, len(whole), _PIECE):
+            yield whole[first : first + _PIECE]
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,11 +180,6 @@ def read_index(path: Path) -> dict[str, str]:
         return dict(files)
 
 
-def plain_name(name: str) -> bool:
-    """Whether this is the name of a file in the folder itself, not a path that leads out of it."""
-    return bool(name) and name not in (".", "..") and not set(name) & set("/\\\0")
-
-
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     try:
@@ -182,3 +201,4 @@ _DTYPES = {
     "C64": torch.complex64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
     "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64,
 }  # fmt: skip
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}

@@ -18,17 +18,19 @@ from autopart.capture.batch.batch import Batch
 from autopart.capture.batch.stand_in import with_rows
 from autopart.ir.errors import UsageError
 from autopart.passes.program.stream import streaming_of
+from autopart.runtime.activity import set_activity
 from autopart.runtime.engine import BatchPlan
 from autopart.runtime.stream import StreamEngine
-from autopart.session.executor import Executor
+from autopart.session.executors.executor import Executor
 from autopart.session.ranks.agreement import FAILURES
-from autopart.session.ranks.call_sync import END, Given, ended_early
+from autopart.session.ranks.call_sync import AS_BEFORE, END, Given, ended_early
 from autopart.session.session import Session
 from autopart.session.step.batch_counts import weighted_loss
 
 _ENDED, _LOSS, _COUNTED, _COUNTS = range(4)
 """Places in what a rank tells with a batch."""
 _ROOM = 125  # counts of a batch that fit into an exchange
+_LEFT = "Stages may be some updates apart, and buffers as they were at the last flush"
 
 
 @dataclass
@@ -77,7 +79,6 @@ class Training:
         self._ready: deque[float] = deque()
         self._own: dict[int, float] = {}
         self._over = ""
-        session.calls.left = "Stages may be some updates apart, and buffers as they were at the last flush"
 
     # -- for the user's loop ---------------------------------------------------------------------------------------
 
@@ -87,7 +88,13 @@ class Training:
         while more:
             self._require_going_on()
             with self._session.calls.collective("training failed"), self._session.calls.running("training failed"):
-                more = self._advance(source)
+                try:
+                    more = self._advance(source)
+                except FAILURES as error:
+                    if not self._session.world.is_known(error):
+                        raise
+                    self._drop_fetched()  # no rank takes another batch
+                    raise self._session.world.known(error) from error.__cause__
             while self._ready:
                 yield self._loss_tensor(self._ready.popleft())
 
@@ -113,8 +120,9 @@ class Training:
 
     def end(self, reason: str) -> None:
         """Flush, and let no further batch enter.  Collective."""
-        self.flush()
-        self._drop_fetched()
+        with self._session.calls.collective("a flush failed"):
+            self.flush()
+            self._drop_fetched()
         self._over = self._over or reason
 
     # -- one round -------------------------------------------------------------------------------------------------
@@ -124,8 +132,10 @@ class Training:
 
         Ahead of the first batch of a training nothing is fetched: only then every rank can count what is in them."""
         wanted = self._ahead if self._entered else 1
+        calls = self._session.calls
         while len(self._fetched) < wanted:
             self._fetched.append(self._fetch(source))
+            calls.looked_at_late = wanted > 1
         given = self._fetched.popleft()
         found = given.settle()
         self._learn(given.about, found)
@@ -144,6 +154,7 @@ class Training:
         batch, signature, counts = None, "", None
         arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((None,), {})
         ended = bool(self._fetched) and self._fetched[-1].ended
+        set_activity("taking a batch from the iterable of train")
         try:
             arguments = ((END if ended else next(source, END),), {})
             ended = arguments[0][0] is END
@@ -177,7 +188,7 @@ class Training:
             live = None
         if live is None:
             live, plan = self._start(given, kind, step)
-            self._live = live
+            self._live, self._session.calls.left = live, _LEFT
         else:
             plan = self._next_plan(live, given.batch, found, step)
         live.shares[self._entered] = [share[0] for share in plan.shares.get(self._home, ())][live.engine.turn :]
@@ -236,7 +247,7 @@ class Training:
         for of_ranks in zip(*self._session.world.gather_numbers(mine), strict=True) if mine else ():
             self._take(of_ranks)
         live.engine.losses.clear()
-        self._live = None
+        self._live, self._session.calls.left = None, AS_BEFORE
 
     def _drop_fetched(self) -> None:
         """Forget the batches that were taken ahead, and what is wrong with them: all ranks have told of as many."""
@@ -246,3 +257,4 @@ class Training:
             except FAILURES as error:
                 if not self._session.world.is_known(error):
                     raise
+        self._session.calls.looked_at_late = False

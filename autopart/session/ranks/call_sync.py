@@ -15,10 +15,11 @@ from autopart.session.ranks.agreement import raise_first
 
 NAMES = (
     "step", "eval_loss", "predict", "gradients", "clip_grad_norm_", "state_dict", "sync_model", "adopt", "timeline",
-    "close", "compile", "train", "flush", "full_parameters", "save", "load",
+    "close", "compile", "train", "flush", "full_parameters", "save", "load", "save_pretrained", "replan",
 )  # fmt: skip
 END = "the end of the batches"
 """Stands for the signature of a batch where the batches of a rank have ended."""
+AS_BEFORE = "Gradients and buffers are as before it"
 _BESIDE = 2.0
 """Says that a rank's failure is of something beside the calls (`Calls.pending`); 1 is one of the call."""
 _ROOM = 128  # counts of a batch that fit into the exchange of a call
@@ -45,17 +46,20 @@ class Calls:
     left: what a failure leaves behind, for messages.  pending: returns an error of something that went on beside the
     calls, None without one; the next call raises it on all ranks, before it does anything.  forget: called on all ranks
     then, since what the others find later is the same failure.  refused: calls that cannot be made now, by name, with
-    what returns the error that all ranks raise.
+    what returns the error that all ranks raise.  looked_at_late: whether ranks tell of calls that they look at only
+    after others; a rank that makes another call then ends the pipe, since the others may wait for it by the time they
+    would see that.
     """
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._count = 0
         self._failure = ""
-        self.left = "Gradients and buffers are as before it"
+        self.left = AS_BEFORE
         self.pending: Callable[[], BaseException | None] = lambda: None
         self.forget: Callable[[], None] = lambda: None
         self.refused: dict[str, Callable[[], BaseException]] = {}
+        self.looked_at_late = False
 
     def enter(
         self,
@@ -114,7 +118,8 @@ class Calls:
         """Return what the ranks were given, or raise how they differ.  found: what each rank sent.  Collective."""
         for rank, row in enumerate(found):
             if row[:2] != found[0][:2]:
-                raise self._world.known(_different_calls(rank, found[0], row))
+                different = _different_calls(rank, found[0], row)
+                raise different if self.looked_at_late else self._world.known(different)
         if any(row[2] == _BESIDE for row in found):
             self.forget()
         if any(row[2] for row in found):

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import nn
 from torch.optim import swa_utils
 
+from autopart.files.checkpoints.document import AVERAGES
 from autopart.ir.errors import UsageError
 from autopart.passes.program.schedules import find, streams
 from autopart.session.session import Session
-from autopart.session.state.companions import Companion
+from autopart.session.state.companions import Companion, refusal, require_integer
 from autopart.session.state.misuse_guards import short_tracebacks
 from autopart.session.state.module_surface import ModuleSurface
 
@@ -39,6 +40,9 @@ class Averageable(Protocol):
 
     def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield this rank's buffers."""
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the model returns in eval mode."""
 
 
 class _Kept(nn.Module):
@@ -105,7 +109,7 @@ class AveragedModel:
         averages = [*copies.parameters(), *copies.buffers()]
         self._pairs = {name: (tensor, average) for (name, tensor), average in zip(live, averages, strict=True)}
         session.calls.refused["adopt"] = _no_adoption
-        title = "averages"
+        title = AVERAGES
         while title in pipe.companions:
             first, _, number = title.partition("-")
             title = f"{first}-{int(number or 1) + 1}"
@@ -131,6 +135,16 @@ class AveragedModel:
             raise _inside("update_parameters")
         self._require_all()
         self._averaged.update_parameters(self._kept)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the model returns in eval mode with the averages, on every rank: `Pipe.predict` inside `applied`.
+        Collective.  For many batches enter `applied` once."""
+        with self.applied():
+            return self._pipe.predict(*args, **kwargs)
+
+    def eval(self) -> Self:
+        """Return itself, for torch's scripts: a call runs in eval mode, whatever mode the pipe trains in."""
+        return self
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -205,13 +219,19 @@ class AveragedModel:
         """Return this rank's averages by name; nobody writes that of the empty parameter of a rank without any."""
         return {name: average.detach() for name, (_, average) in self._pairs.items()}
 
+    def check(self, state: Any) -> None:
+        """Raise CheckpointError for a state without the number of averaged values."""
+        if not isinstance(state, dict):
+            raise refusal("the state of the averages", state, "it has to be a dict")
+        require_integer(state.get("n_averaged"), "n_averaged of the averages")
+
     def load(self, state: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         """Take over the averages of a checkpoint; what it has none of, such as a buffer that is not persistent, gets
         the present value."""
         with torch.no_grad():
             for name, (live, average) in self._pairs.items():
                 average.copy_(tensors.get(name, live))
-            self.n_averaged.fill_(int(state["n_averaged"]))
+            self.n_averaged.fill_(state["n_averaged"])
 
 
 def _inside(call: str) -> UsageError:

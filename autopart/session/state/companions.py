@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
+from autopart.ir.errors import CheckpointError
+
 
 class Companion(Protocol):
     """State that a checkpoint keeps besides the model and the optimizer; registered in `PipeState.companions`.
@@ -22,6 +24,23 @@ class Companion(Protocol):
         """Return the tensors of this rank by the original name of a parameter or buffer that this rank keeps; shapes
         may differ from the parameter's.  A copy is made while saving; the mapping may hold the live tensors."""
 
+    def check(self, state: Any) -> None:
+        """Raise CheckpointError, which names the value, for a state that `state` never returns.  Called on every rank
+        before anything is loaded; nothing may change."""
+
     def load(self, state: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         """Take over what `state` and `tensors` returned when the checkpoint was written.  tensors: of the names that
-        this rank keeps now.  Everything has been validated and read before any companion is loaded."""
+        this rank keeps now.  Everything has been checked and read before any companion is loaded."""
+
+
+def require_integer(value: Any, name: str, least: int = 0, most: int | None = None) -> None:
+    """Raise CheckpointError for a value of a checkpoint that is not an integer within limits.  name: for the error."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or value < least or (most is not None and value > most):
+        limits = f"from {least} to {most}" if most is not None else f"of at least {least}"
+        raise refusal(name, value, f"it has to be an integer {limits}")
+
+
+def refusal(name: str, value: Any, why: str) -> CheckpointError:
+    """Return the error for a value of a checkpoint that was not written like that."""
+    return CheckpointError(f"{name} is {value!r:.80} in the checkpoint", why=why, fix="use another checkpoint")

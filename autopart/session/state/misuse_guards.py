@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -26,7 +27,6 @@ _INSTEAD = {
     "no_sync": "leave it out: step() only adds to .grad; to accumulate, give n steps scale=1 / n, and call "
     "optimizer.step() every n-th time",
     "module": "pipe.model is the model that was compiled; call pipe.sync_model() before you read its parameters",
-    "save_pretrained": "pipe.sync_model() on every rank, then pipe.model.save_pretrained(folder) on rank 0",
     "size": "pipe.world_size",
     "device": "pipe.cluster.devices[pipe.rank] describes this rank's device",
 }
@@ -103,6 +103,9 @@ class Loss(torch.Tensor):
             "loss: pipe.step(batch, scale=0.5)",
         )
 
+    def __format__(self, spec: str) -> str:
+        return format(self.as_subclass(torch.Tensor), spec)  # torch formats no subclass: f"{loss:.3f}"
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain: Any = self.as_subclass(torch.Tensor)
         return plain.__reduce_ex__(protocol)  # a file needs nothing of ours to be read
@@ -123,12 +126,16 @@ def refuse_clipping(reader: FrameType) -> None:
         )
 
 
-def watch_optimizers(world_size: int, tensors: Callable[[], LocalTensors]) -> Callable[[], None]:
+def watch_optimizers(
+    world_size: int, tensors: Callable[[], LocalTensors], kept: Callable[[], set[int]]
+) -> Callable[[], None]:
     """Let steps of optimizers raise UsageError if they read all parameters at once (over several ranks), or update
-    parameters that have an fp32 master weight.  tensors: returns what this rank holds, which changes with the plan.
-    Returns a function that removes the check."""
+    parameters that have an fp32 master weight, or were made for the parameters of an earlier plan.  tensors: returns
+    what this rank holds, which changes with the plan.  kept: returns the identities of the parameters that this rank
+    updates.  Returns a function that removes the check."""
 
     needing: dict[type, bool] = {}
+    seen: WeakKeyDictionary[torch.optim.Optimizer, tuple[LocalTensors, set[int], set[int]]] = WeakKeyDictionary()
 
     def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         kind = type(optimizer)
@@ -136,9 +143,19 @@ def watch_optimizers(world_size: int, tensors: Callable[[], LocalTensors]) -> Ca
             needing[kind] = needs_closure(kind)
         held, together = tensors(), world_size > 1 and needing[kind]
         rounded = held.masters.rounded
+        driven = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+        mine = kept()
+        earlier, was, drove = seen.get(optimizer, (held, mine, set()))
+        if earlier is not held and was != mine and drove == set(driven) and drove & was:
+            raise UsageError(
+                "the optimizer was made before the plan was changed, for other parameters than this rank keeps now",
+                why="it would update none of those that came, and they would keep their values",
+                fix="pipe.adopt(plan, optimizer), after which it goes on with its state; or make a new one from "
+                "pipe.parameters()",
+            )
+        seen[optimizer] = held, mine, set(driven)
         if not together and not rounded:
             return
-        driven = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
         mastered = next((rounded[one] for one in driven if one in rounded), None)
         if mastered is not None:
             raise UsageError(

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import IterableDataset, Sampler
 
 from autopart.ir.errors import UsageError
+from autopart.session.state.companions import refusal, require_integer
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +70,24 @@ class DataPosition:
         """Return nothing: a position is numbers."""
         return {}
 
+    def check(self, state: Any) -> None:
+        """Raise CheckpointError for a state that is no position: {} or all numbers, within the dataset."""
+        if not isinstance(state, dict):
+            raise refusal("the position in the data", state, "it has to be a dict")
+        if not state:
+            return
+        for name, least in (("size", 1), ("seed", 0), ("epoch", 0)):
+            require_integer(state.get(name), f"{name} of the position in the data", least)
+        require_integer(state.get("consumed"), "consumed of the position in the data", 0, state["size"])
+        if not isinstance(state.get("shuffle"), bool):
+            raise refusal("shuffle of the position in the data", state.get("shuffle"), "it has to be true or false")
+
     def load(self, state: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         """Take over the position of a checkpoint; nothing changes for one that was written without a sampler."""
         if not state:
             return
-        self.order = Order(int(state["size"]), int(state["seed"]), bool(state["shuffle"]))
-        self.epoch, self.consumed, self.end = int(state["epoch"]), int(state["consumed"]), 0
+        self.order = Order(state["size"], state["seed"], state["shuffle"])
+        self.epoch, self.consumed, self.end = state["epoch"], state["consumed"], 0
         self.loads += 1
 
 

@@ -1,4 +1,7 @@
-"""Programs with split backwards and several stages a rank, broken at random: the verifier and ranks that act agree."""
+"""Programs of every kind, broken at random: the verifier and ranks that act agree.
+
+With split backwards, several stages a rank, replicas, tied parameters, and asynchronous training with its updates.
+"""
 
 from __future__ import annotations
 
@@ -6,71 +9,14 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from support.languages.graphs import graph
-from support.languages.programs import SKIPS
+from support.languages.broken_programs import ALL, made, mutated
 from support.oracles.acted import acted
 from support.oracles.strict import hangs, issued
 
 from autopart.ir.errors import ProgramError
-from autopart.ir.plan import Decision, Stage
 from autopart.ir.program import Program
 from autopart.passes.program.messages import check_messages, one_copy
-from autopart.passes.program.routing import route
 from autopart.passes.program.verify import check_program
-
-ORDER = (
-    "0F0 3F0 3I0 0F1 0I0 0W0 3F1 3B1 3W0 0B1",
-    "1F0 2F0 1F1 2B0 2F1 1I0 2I1 2W1 1W0 1B1",
-)
-"""A hand-made order of a V of four stages that mixes whole backwards and split ones."""
-
-CASES: dict[str, tuple[str, tuple[tuple[int, ...], ...], int, tuple[str, ...]]] = {
-    "zb-h1": ("zb-h1", ((0,), (1,), (2,), (3,)), 3, ()),
-    "zb-h1, replicas": ("zb-h1", ((0, 1), (2,), (3,), (4, 5)), 2, ()),
-    "zb-h2": ("zb-h2", ((0,), (1,), (2,), (3,)), 3, ()),
-    "zb-v": ("zb-v", ((0,), (1,), (1,), (0,)), 3, ()),
-    "zb-v, replicas": ("zb-v", ((0, 1), (2, 3), (2, 3), (0, 1)), 2, ()),
-    "interleaved": ("interleaved", ((0,), (1,), (0,), (1,)), 3, ()),
-    "gpipe on one rank": ("gpipe", ((0,), (0,), (0,), (0,)), 2, ()),
-    "searched": ("searched", ((0,), (1,), (1,), (0,)), 2, ORDER),
-}
-
-
-def made(name: str) -> tuple[Program, str]:
-    schedule, ranks, micros, order = CASES[name]
-    world = 1 + max(rank for own in ranks for rank in own)
-    stages = tuple(Stage((op,), own) for op, own in zip("abcd", ranks, strict=True))
-    return route(Decision(world, stages, (1,) * micros, schedule, order=order), graph(SKIPS)), schedule
-
-
-def mutated(program: Program, draw: Random) -> Program:
-    """One to three changes: places, kinds, micro-batches, stages and peers; something left out, or twice."""
-    order = list(program.order)
-    for _ in range(draw.choice([1, 1, 1, 2, 3])):
-        one, two = draw.randrange(len(order)), draw.randrange(len(order))
-        action = order[one]
-        match draw.choice(["swap", "near", "near", "move", "micro", "stage", "peer", "kind", "drop", "double"]):
-            case "swap":
-                order[one], order[two] = order[two], order[one]
-            case "near" if one:
-                order[one - 1], order[one] = order[one], order[one - 1]
-            case "move":
-                order.insert(two, order.pop(one))
-            case "micro":
-                order[one] = action._replace(slot=action.slot._replace(micro=draw.randint(-1, program.micros)))
-            case "stage":
-                order[one] = action._replace(slot=action.slot.on(draw.randint(0, len(program.stage_ranks))))
-            case "peer" if action.peer is not None:
-                order[one] = action._replace(peer=draw.randrange(len(program.stage_ranks)))
-            case "kind":
-                order[one] = action._replace(
-                    kind=draw.choice({"SF": ["SB"], "SB": ["SF"]}.get(action.kind, list("FBIW")))
-                )
-            case "drop":
-                order.pop(one)
-            case "double":
-                order.insert(two, action)
-    return replace(program, order=tuple(order))
 
 
 def refused(program: Program, schedule: str) -> str:
@@ -81,7 +27,7 @@ def refused(program: Program, schedule: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ALL)
 def test_programs_as_they_are_made_are_accepted_and_act(name: str) -> None:
     program, schedule = made(name)
     check_messages(check_program(program, schedule))
@@ -92,7 +38,7 @@ def compare(count: int, seed: int) -> tuple[int, int]:
     """Break programs; return how many are still good, and how many hang or are mixed up."""
     draw, verdicts = Random(seed), [0, 0]
     for number in range(count):
-        program, schedule = made(list(CASES)[number % len(CASES)])
+        program, schedule = made(ALL[number % len(ALL)])
         broken = mutated(program, draw)
         why, what = refused(broken, schedule), acted(broken, schedule)
         assert bool(why) == bool(what), f"{broken}\nverifier: {why}\nacted: {what}"

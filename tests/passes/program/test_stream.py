@@ -9,6 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support.languages.graphs import graph
+from support.languages.parts import parse_actions
 from support.oracles.asynchronous import version
 
 from autopart.ir.errors import PlanError, ProgramError
@@ -147,6 +148,32 @@ def test_an_update_out_of_place_is_refused(micros: int) -> None:
             check_program(replace(program, order=tuple(rest)), made.schedule)
         with pytest.raises(ProgramError, match="stands twice"):
             check_program(replace(program, order=(*program.order, action)), made.schedule)
+
+
+@pytest.mark.parametrize(("schedule", "micros"), [(STASHED, 1), (STASHED, 2), (DELAYED, 2)])
+def test_a_forward_before_the_update_that_makes_its_weights_is_refused(schedule: str, micros: int) -> None:
+    made = decision((1, 1), "split", micros, schedule)
+    program, rhythm = stream_program(made, MODEL, 4), streaming_of(made)
+    for place, action in enumerate(program.order):
+        number = rhythm.version(action.stage, action.micro // micros)
+        if action.kind != "F" or not number:
+            continue
+        update = program.updating(action.stage, number * rhythm.updates[action.stage] - 1)
+        order = [*program.order[:place], *program.order[place + 1 :]]
+        order.insert(order.index(update), action)
+        with pytest.raises(ProgramError, match=f"{action} runs before"):
+            check_program(replace(program, order=tuple(order)))
+
+
+def test_the_first_part_of_a_backward_before_an_earlier_update_is_refused() -> None:
+    program = stream_program(decision((1,), "split", 1), MODEL, 2)
+    assert str(program) == "0F0 0B0 0U0 0F1 0B1 0U1"
+    order = parse_actions("0F0 0B0 0U0 0F1 0I1 0W1 0U1")
+    check_program(replace(program, order=order))
+    program = replace(program, rhythm=replace(streaming_of(decision((1,), "split", 1)), delayed=True))
+    check_program(replace(program, order=parse_actions("0F0 0F1 0B0 0U0 0I1 0W1 0U1")))
+    with pytest.raises(ProgramError, match="0I1 runs before 0U0"):
+        check_program(replace(program, order=parse_actions("0F0 0F1 0B0 0I1 0U0 0W1 0U1")))
 
 
 def test_two_versions_need_as_many_micro_batches_as_are_in_flight() -> None:

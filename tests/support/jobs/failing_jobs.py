@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,11 +97,11 @@ CUTS = ["layers.1", "layers.2"]
 WORLD = 3
 
 
-def open_pipe(schedule: str = "1f1b") -> autopart.Pipe:
-    """Return the pipe that every job here uses."""
+def open_pipe(schedule: str = "1f1b", **more: Any) -> autopart.Pipe:
+    """Return the pipe that every job here uses.  more: options of compile."""
     torch.set_num_threads(1)
     options = {"cuts": CUTS, "micro_batches": 4, "schedule": schedule, "loss_fn": CASE.loss_fn, "costs": "analytic"}
-    return autopart.compile(CASE.model(), f"cpu:{WORLD}", sample=CASE.batch(8), **options)
+    return autopart.compile(CASE.model(), f"cpu:{WORLD}", sample=CASE.batch(8), **(options | more))
 
 
 def train_until_failure(phase: str, how: str, calls: int, clock: str, schedule: str = "1f1b") -> list[float]:
@@ -116,6 +117,30 @@ def train_until_failure(phase: str, how: str, calls: int, clock: str, schedule: 
         if phase == "idle" and pipe.rank == 1:
             threading.Event().wait()  # user code that never returns
     return losses
+
+
+def train_in_many_stages(phase: str, how: str, calls: int, clock: str, schedule: str) -> list[float]:
+    """Train with several stages on each rank, or under an order made for the plan, until the op fails on its rank.
+
+    how: "kill", "raise", "stop" or "hang", which never returns."""
+    each = {"stages_per_rank": 2} if schedule in ("zb-v", "interleaved") else {}
+    limit = 2 if how == "hang" else None
+    with open_pipe(schedule, cuts=None, recompute="off", timeout=limit, micro_batches=3, **each) as pipe:
+        actions = {"kill": "kill", "raise": "raise", "stop": partial(_stop, clock), "hang": partial(_hang, clock)}
+        mine = [s for s in pipe.plan.stages if pipe.rank in s.ranks and any("trouble" in op for op in s.ops)]
+        if mine or phase != "weights":
+            arm(phase, actions[how], calls, clock)
+        return [pipe.step(CASE.batch(9)).item() for _ in range(3)]
+
+
+def _stop(clock: str) -> None:
+    Path(clock).write_text(repr(time.monotonic()))
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _hang(clock: str) -> None:
+    Path(clock).write_text(repr(time.monotonic()))
+    threading.Event().wait()
 
 
 def healthy_step() -> float:

@@ -47,6 +47,10 @@ def counted(lengths: tuple[int, ...]) -> tuple[int, int, list[int], list[int]]:
         for length in lengths:
             p.step(batch(length))
         second = captures.made - first
+        kept = captures.kept
+        said = p.explain().splitlines()[-1]
+        assert said.startswith(f"captures of this rank: {len(kept)} of at most 128, ")
+        assert said.endswith(f" of at most 1024 MiB (estimated), {kept.hits} hits, {captures.made} made")
         exchanges = []
         for length in lengths:
             with mock.patch.multiple(World, **{n: _counting(n) for n in EXCHANGES}):

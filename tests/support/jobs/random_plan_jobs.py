@@ -23,7 +23,7 @@ from autopart.passes.program.messages import check_messages
 from autopart.passes.program.named import FAMILY
 from autopart.passes.program.routing import route
 from autopart.passes.program.verify import check_program
-from autopart.session.pipe import Pipe
+from autopart.session.pipe.pipe import Pipe
 from support.jobs.step_jobs import cluster
 from support.languages.text import decision_text
 from support.models.random_models import OPS, RANDOM_OPS, Random, batch_of

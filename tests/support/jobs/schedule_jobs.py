@@ -26,7 +26,7 @@ from autopart.passes.program.orders import LOOP
 from autopart.passes.program.orders import placed as placed_on
 from autopart.passes.program.schedules import register
 from autopart.passes.program.verify import check_program
-from autopart.session.pipe import Pipe
+from autopart.session.pipe.pipe import Pipe
 from support.jobs import precision_jobs
 from support.jobs.step_jobs import EVERY, cluster, compiled, expected_of, fresh, refusal_of
 from support.languages.own_orders import OWN, drawn_order, registered

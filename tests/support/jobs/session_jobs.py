@@ -184,7 +184,7 @@ def groups_of_a_closed_world() -> tuple[bool, float]:
     second.close()
     ended = known and group not in dist.distributed_c10d._world.pg_map
     total = sum(row[0] for row in first.gather_numbers([float(rank())]))
-    first.move(torch.ones(1), 0, 1)
+    first.begin_moving(torch.ones(1), 0, 1)()
     first.close()
     return ended, total
 

@@ -155,9 +155,7 @@ def saved_pretrained(folder: str) -> Any:
             losses.append(pipe.step(batch).item())
             optimizer.step()
             optimizer.zero_grad()
-            pipe.sync_model()
-            if pipe.rank == 0:
-                model.save_pretrained(folder)
+            pipe.save_pretrained(folder)
         losses.append(pipe.step(batch).item())
         state = pipe.state_dict()
     return state, losses

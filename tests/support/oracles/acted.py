@@ -1,13 +1,17 @@
 """Ranks that act out a program over a transport in memory, and say when they hang or mix something up.
 
-Every rank plays its part in order. A message passes when the sender has computed what it carries, and each receiver
-waits for it where its part says so; in a sum all ranks meet. What a compute needs is looked up in what its rank has
-received and done, by the edges of the program alone: the order, which the verifier reads, is not consulted.
+Every rank plays its part in order, over Gloo as the runtime uses it: one first-in first-out channel for each directed
+pair of ranks, of which the receiver posts its receives in the order of `Program.posts`; what is sent is taken by the
+receive that was posted next, whatever it waits for.  Sends do not block, a receive waits where the part says so, and in
+a sum all ranks meet.  What a compute needs is looked up in what its rank has received and done, by the edges of the
+program alone: the order, which the verifier reads, is not consulted.
+
+In asynchronous training each rank counts the updates of its stages, and keeps which micro-batches its gradients are of.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 
 from autopart.ir.actions import ALL, TIED, Action, Slot
 from autopart.ir.errors import ProgramError
@@ -15,6 +19,7 @@ from autopart.ir.program import Program
 from autopart.passes.program.schedules import find
 
 BACK = ("B", "W")
+BACKWARDS = ("B", "I", "W")
 
 
 def acted(program: Program, schedule: str) -> str:
@@ -38,7 +43,14 @@ class _Play:
         self.parts = program.parts(range(program.world))
         self.at = [0] * program.world
         self.done: list[Counter[Action]] = [Counter() for _ in range(program.world)]
-        self.arrived: list[Counter[tuple[Action, int]]] = [Counter() for _ in range(program.world)]
+        self.sent: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
+        self.taken: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
+        pairs = {pair for edge in program.edges for pair in program.channels(edge.src, edge.dst)}
+        pairs |= {(dst, src) for src, dst in pairs}
+        self.posted = {pair: list(program.posts(*pair)) for pair in pairs if pair[0] != pair[1]}
+        self.handed: Counter[tuple[int, Action]] = Counter()
+        self.gradients: defaultdict[tuple[int, int], Counter[int]] = defaultdict(Counter)
+        self.updated: Counter[tuple[int, int]] = Counter()
         self.problem = ""
 
     def run(self) -> str:
@@ -58,23 +70,49 @@ class _Play:
     def step(self, rank: int) -> bool:
         action = self.parts[rank][self.at[rank]]
         role = action.is_a.role
-        if role == "receive" and not self.has(rank, action.other_end):
-            return False
-        if role == "collective":
+        if role in ("collective", "update"):
             return self.meet(action)
-        if role != "receive":
+        if role == "receive":
+            places = self.places(rank, action.other_end)
+            if places is None:
+                return False
+            for pair, place in places:
+                self.taken[pair].add(place)
+                if self.sent[pair][place] != self.posted[pair][place]:
+                    self.problem = f"{action} gets {self.sent[pair][place]}"
+        else:
             self.problem = self.wrong(rank, action)
         if role == "send":
-            for part in self.program.transfers(action):
-                if part.src_rank == rank:
-                    self.arrived[part.dst_rank][action, rank] += 1
+            self.send(rank, action)
+        if action.kind in BACKWARDS and self.program.rhythm is not None:
+            self.gradients[rank, action.stage].update([action.micro] * (2 if action.kind == "B" else 1))
         self.done[rank][action] += 1
         self.at[rank] += 1
         return True
 
-    def has(self, rank: int, send: Action) -> bool:
+    def send(self, rank: int, action: Action) -> None:
+        for part in self.program.transfers(action):
+            if part.src_rank == part.dst_rank == rank:
+                self.handed[rank, action] += 1
+            elif part.src_rank == rank:
+                self.sent[rank, part.dst_rank].append(action)
+
+    def places(self, rank: int, send: Action) -> list[tuple[tuple[int, int], int]] | None:
+        """The places in their channels of what a receive takes, None while something has not come."""
+        found = []
         sources = [part.src_rank for part in self.program.transfers(send) if part.dst_rank == rank]
-        return bool(sources) and all(self.arrived[rank][send, source] for source in sources)
+        for source in sources:
+            if source == rank:
+                if not self.handed[rank, send]:
+                    return None
+                continue
+            pair = source, rank
+            own = [place for place, posted in enumerate(self.posted[pair]) if posted == send]
+            place = next((place for place in own if place not in self.taken[pair]), None)
+            if place is None or place >= len(self.sent[pair]):
+                return None
+            found.append((pair, place))
+        return found if sources else None
 
     def wrong(self, rank: int, action: Action) -> str:
         """What is wrong with an action of one rank alone, at this time."""
@@ -87,6 +125,9 @@ class _Play:
         if action.kind == "F":
             sources = [Action("SF", slot.on(edge.src), stage) for edge in self.program.edges if edge.dst == stage]
             lacking = [send for send in sources if not self.done[rank][send.other_end]]
+            rhythm = self.program.rhythm
+            if rhythm is not None and self.updated[rank, stage] < rhythm.version(stage, action.micro // rhythm.micros):
+                return f"{action}: its weights are not made yet"
         elif action.kind in ("B", "I"):
             users = [edge.dst for edge in self.program.edges if edge.src == stage and edge.grads]
             sources = [Action("SB", slot.on(user), stage) for user in users]
@@ -122,11 +163,18 @@ class _Play:
                 counts[other.kind] += times
         held = 1 + counts["F"] - counts["B"] - counts["W"]
         most = self.limit(action.stage, self.stages, self.micros)
+        if self.program.rhythm is not None:  # PipeDream, SOSP 2019, section 3.2
+            in_turn = [division.period for division in self.program.divisions] or [1] * self.stages
+            most = -(-sum(in_turn[action.stage :]) // in_turn[action.stage])
         return f"{action}: {held} micro-batches in flight" if held > most else ""
+
+    def alone(self, slot: Slot, rank: int) -> bool:
+        """Whether a rank has this slot: not, if another replica has the whole micro-batch."""
+        return rank in self.program.players(Action("F", slot))
 
     def backward_ended(self, rank: int, stage: int) -> bool:
         done = self.done[rank]
-        slots = [Slot(stage, micro) for micro in range(self.micros)]
+        slots = [slot for micro in range(self.micros) if self.alone(slot := Slot(stage, micro), rank)]
         return all(any(done[Action(kind, slot)] for kind in BACK) for slot in slots)
 
     def unready(self, rank: int, action: Action) -> str:
@@ -142,6 +190,8 @@ class _Play:
         """Let ranks meet: in a sum of several stages each rank once for each of its stages."""
         members = self.program.members(action)
         group = self.program.group(action)
+        if action.kind == "U":
+            return self.update(action)
         if not members or (action.is_a.meets == ALL and action.stage):
             self.problem = f"{action}: nobody meets there"
             return False
@@ -169,6 +219,29 @@ class _Play:
                 self.at[rank] += 1
         return True
 
+    def update(self, action: Action) -> bool:
+        """Let the replicas of a stage sum the gradients of an update, which has to be the next one of the stage."""
+        ranks, rhythm = self.ranks(action.stage), self.program.rhythm
+        if rhythm is None:
+            self.problem = f"{action}: nothing is updated"
+            return False
+        if any(self.front(rank) != action for rank in ranks):
+            return False
+        every = rhythm.updates[action.stage]
+        first = action.micro // every * every
+        expected = Counter({micro: 2 for micro in range(first, min(first + every, self.micros))})  # inputs and weights
+        own = [self.gradients[rank, action.stage] for rank in ranks]
+        in_turn = bool(self.program.divisions) and self.program.divisions[action.stage].period > 1
+        summed = [sum(own, Counter())] if in_turn else own
+        if action.micro != max(expected) or any(found != expected for found in summed):
+            self.problem = f"{action} updates with the gradients of {[sorted(found) for found in summed]}"
+        for rank in ranks:
+            self.gradients[rank, action.stage].clear()
+            self.updated[rank, action.stage] += 1
+            self.done[rank][action] += 1
+            self.at[rank] += 1
+        return True
+
     def front(self, rank: int) -> Action | None:
         return self.parts[rank][self.at[rank]] if self.at[rank] < len(self.parts[rank]) else None
 
@@ -186,11 +259,16 @@ class _Play:
                 missing = [a for a in once if a.stage == stage and not done[a]]
                 if missing:
                     return f"rank {rank} leaves out {missing[0]}"
+        if any(self.gradients.values()):
+            return "gradients are left that no update takes"
         for rank in range(self.program.world):
-            for send, _ in self.arrived[rank]:
+            here = [sent for pair, sent in self.sent.items() if pair[1] == rank]
+            here.append([send for owner, send in self.handed if owner == rank])
+            for send in (send for sent in here for send in sent):
                 compute = {"SF": "F", "SB": "BI"}[send.kind]
                 assert send.peer is not None
-                if not any(self.done[rank][Action(kind, send.slot.on(send.peer))] for kind in compute):
+                own = self.alone(send.slot.on(send.peer), rank)
+                if own and not any(self.done[rank][Action(kind, send.slot.on(send.peer))] for kind in compute):
                     return f"nobody needed {send}"
         return ""
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopart.ir.actions import ALL, COLLECTIVE, COMPUTE, LOCAL, RECEIVE, SEND, TIED, Action
+from autopart.ir.actions import ALL, COLLECTIVE, COMPUTE, LOCAL, RECEIVE, SEND, TIED, UPDATE, Action
 from autopart.ir.program import Program
 
 Item = tuple[str, tuple[int, ...]]
@@ -52,8 +52,8 @@ def _item(program: Program, action: Action) -> Item:
     if action.is_a.meets == TIED:
         group = next(group for group in program.groups(TIED) if action.stage in group)
         return f"sum of stages {group}", tuple(sorted({rank for stage in group for rank in ranks[stage]}))
-    assert role in (COMPUTE, COLLECTIVE, LOCAL)
-    return str(action), ranks[action.stage] if role == COLLECTIVE else ()
+    assert role in (COMPUTE, COLLECTIVE, LOCAL, UPDATE)
+    return str(action), ranks[action.stage] if role in (COLLECTIVE, UPDATE) else ()
 
 
 def hangs(queues: list[list[Item]]) -> list[str]:

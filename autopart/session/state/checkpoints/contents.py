@@ -8,13 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from autopart.files.checkpoints.document import COMPANION, MASTER, OPTIMIZER
 from autopart.ir.errors import CheckpointError
 from autopart.session.session import Session
 from autopart.session.state.checkpoints.optimizers import OptimizerPart, part_of
 from autopart.session.state.checkpoints.shares import writers
 from autopart.session.state.companions import Companion
-
-MASTER, OPTIMIZER, COMPANION = "master", "optimizer", "companion"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +28,25 @@ class Contents:
     more: dict[str, torch.Tensor]
     optimizer: OptimizerPart | None
 
-    def copied(self) -> Contents:
-        """Return the same with copies in host memory, which training does not change."""
-        weights, more = (
-            {n: t.detach().to("cpu", copy=True) for n, t in of.items()} for of in (self.weights, self.more)
-        )
+    def copied(self, earlier: Contents | None = None) -> Contents:
+        """Return the same with copies in host memory, which training does not change.
+
+        earlier: copies that nobody reads any more; their memory is used again, since new memory costs more time than
+        the copy into it."""
+        before = earlier or Contents({}, {}, None)
+        weights, more = _copies(self.weights, before.weights), _copies(self.more, before.more)
         return Contents(weights, more, self.optimizer)
+
+
+def _copies(tensors: Mapping[str, torch.Tensor], earlier: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, tensor in tensors.items():
+        old = earlier.get(name)
+        if old is not None and old.shape == tensor.shape and old.dtype == tensor.dtype:
+            found[name] = old.copy_(tensor.detach())
+        else:
+            found[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor.detach())
+    return found
 
 
 def contents_of(

@@ -12,11 +12,18 @@ from typing import Any
 
 import torch
 
-from autopart.files.checkpoints.document import Document, OptimizerState, check_file
+from autopart.files.checkpoints.document import (
+    COMPANION,
+    MASTER,
+    OPTIMIZER,
+    Document,
+    OptimizerState,
+    check_file,
+    problems_with,
+)
 from autopart.files.checkpoints.tensor_files import INDEX, StoredTensor, TensorFiles, read_index
 from autopart.files.reading import listed
 from autopart.ir.errors import CheckpointError
-from autopart.session.state.checkpoints.contents import COMPANION, MASTER, OPTIMIZER
 from autopart.session.state.checkpoints.optimizers import adopt_state, check_fits
 
 
@@ -142,8 +149,8 @@ def _check_files(stored: Stored, weights: Iterable[StoredTensor], keys: Iterable
         if key not in stored.more.by_name:
             raise CheckpointError(f"tensor {key} is missing", where=str(stored.folder), fix="use another checkpoint")
         names.add(stored.more.by_name[key].file.name)
-    for name in sorted(names):
-        check_file(stored.folder, name, stored.document.files[name])
+    for problem in problems_with(stored.folder, {name: stored.document.files[name] for name in names}):
+        raise problem
 
 
 def value_for(tensor: torch.Tensor, name: str, found: Staged) -> torch.Tensor:

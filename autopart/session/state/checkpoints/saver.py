@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from autopart.files.checkpoints.document import Document, read_document
-from autopart.files.checkpoints.folders import Root, checkpoint_at
+from autopart.files.checkpoints.folders import Root, checkpoint_at, found_at
 from autopart.files.checkpoints.values import decoded, encoded
 from autopart.ir.errors import CheckpointError, UsageError
 from autopart.session.ranks.agreement import from_rank, together
@@ -81,6 +81,8 @@ class Saver:
 
     root: Root | None = None
     background: Background | None = None
+    copies: Contents | None = None
+    """What the last save in the background has written: its memory serves the next one."""
 
     def save(self, session: Session, around: Around, request: Request) -> Path:
         """Write a checkpoint; returns its folder, which exists once it is whole.  Collective; see `Pipe.save`."""
@@ -97,7 +99,7 @@ class Saver:
             if request.wait:
                 _written(partial(write_part, draft, contents), draft)
             else:
-                contents = contents.copied()
+                contents = self.copies = contents.copied(self.copies)
         if not request.wait:
             self.background = Background(partial(self._in_background, draft, contents, publishing), draft)
             return draft.folder.with_suffix("")
@@ -189,16 +191,21 @@ class Saver:
                     self.settle(session)
             raise
 
-    def load(self, session: Session, folder: str | os.PathLike[str], around: Around) -> tuple[Document, Any]:
-        """Load a checkpoint; returns its document and what was saved as `extra`.  Collective; see `Pipe.load`."""
+    def load(
+        self, session: Session, folder: str | os.PathLike[str], around: Around, *, missing_ok: bool = False
+    ) -> tuple[Document | None, Any]:
+        """Load a checkpoint; returns its document, None if there was none to load, and what was saved as `extra`.
+        Collective; see `Pipe.load`."""
         world = session.world
         self.settle(session)
 
-        def read() -> tuple[Path, Document]:
-            path = checkpoint_at(folder)
-            return path, read_document(path)
+        def read() -> tuple[Path, Document | None]:
+            path = found_at(folder) if missing_ok else checkpoint_at(folder)
+            return (path, read_document(path)) if path is not None else (Path(folder), None)
 
         path, document = from_rank(world, 0, "loading a checkpoint", read)
+        if document is None:
+            return None, None
         names = driven_names(session, around.placeholder)
         own = own_state(session)
         held, owners = session.tensors.held, session.context.placement.owners
@@ -208,6 +215,8 @@ class Saver:
             wanted = Wanted(like, frozenset(own), names)
             found = staged(opened(path, document), wanted, around.optimizer, around.companions)
             states = {n: decoded(document.companions[n], n) for n in around.companions if n in document.companions}
+            for title, state in states.items():
+                around.companions[title].check(state)
             scheduler = saved_scheduler(document, around.scheduler)
             known = document.companions
             absent = sorted(n for n, each in around.companions.items() if n not in known and each.tensors())

@@ -7,25 +7,32 @@ ranks belong to training.
 from __future__ import annotations
 
 import json
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
 from autopart.files.checkpoints.document import Document, write_document
 from autopart.files.checkpoints.folders import Root
-from autopart.files.checkpoints.tensor_files import INDEX, Written, hashed, write_tensors
+from autopart.files.checkpoints.hashes import Written, hashed
+from autopart.files.checkpoints.tensor_files import INDEX, write_tensors
 from autopart.files.storage import write_whole
 from autopart.ir.errors import CheckpointError
 from autopart.session.state.checkpoints.contents import Contents
 
+T = TypeVar("T")
 _POLL_S = 0.02
 _AT_EXIT_S = 30.0
 """Time that a save gets when the script of rank 0 has ended without `close`."""
+_NICE = 19
+"""Lowest priority: a save in the background uses the time that training leaves."""
 _FILES = TypeAdapter(dict[str, Written])
 
 
@@ -39,15 +46,34 @@ class Draft:
 
 
 def write_part(draft: Draft, contents: Contents) -> None:
-    """Write the files of this rank, and last the one that says that they are whole.  Raises OSError."""
+    """Write the files of this rank at once, and last the one that says that they are whole.  Raises OSError."""
     number = f"{draft.rank + 1:05d}-of-{draft.document.world:05d}"
-    written = {}
-    for kind, tensors in (("model", contents.weights), ("state", contents.more)):
-        if tensors:
-            name = f"{kind}-{number}.safetensors"
-            written[name] = write_tensors(draft.folder / name, tensors)
+    parts = {"model": contents.weights, "state": contents.more}
+    files = {f"{kind}-{number}.safetensors": tensors for kind, tensors in parts.items() if tensors}
+    written = _at_once({name: partial(write_tensors, draft.folder / name, files[name]) for name in files})
     record = {"files": {n: asdict(w) for n, w in written.items()}, "weights": list(contents.weights)}
     write_whole(_record(draft.folder, draft.rank), json.dumps(record))
+
+
+def _at_once(works: Mapping[str, Callable[[], T]]) -> dict[str, T]:
+    """Run functions in threads of their own and return their results; raises what the first of them raised."""
+    found: dict[str, T] = {}
+    failed: dict[str, BaseException] = {}
+
+    def run(name: str) -> None:
+        try:
+            found[name] = works[name]()
+        except BaseException as error:
+            failed[name] = error
+
+    threads = [threading.Thread(target=run, args=(name,), name=f"autopart-{name}") for name in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for error in failed.values():
+        raise error
+    return {name: found[name] for name in works}
 
 
 def _record(folder: Path, rank: int) -> Path:
@@ -101,6 +127,8 @@ class Background:
         self._thread.start()
 
     def _run(self, work: Callable[[threading.Event], None]) -> None:
+        if sys.platform == "linux":  # where this is the priority of the thread, and of those that it starts
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         try:
             work(self._give_up)
         except BaseException as error:

@@ -35,7 +35,7 @@ from autopart.runtime.sums.replicas import ReplicaSums, open_sums
 from autopart.runtime.sums.shared_values import SharedValues
 from autopart.runtime.tensors import LocalTensors
 from autopart.session.code.stage_code import StageCode
-from autopart.session.evaluation import evaluation_program
+from autopart.session.executors.evaluation import evaluation_program
 from autopart.session.placement import Placement
 from autopart.session.ranks.agreement import FAILURES, from_rank, raise_first
 from autopart.session.step.asynchronous import require_updatable
@@ -78,7 +78,8 @@ class RankContext:
 class Executor:
     """Runs batches of one kind along the stages of a plan.  Every method that runs something is collective.
 
-    stand_in: an empty batch of this kind, for ranks that are given none.  shares: shares of the last batch in its loss.
+    planned: the capture that the decision is for.  stand_in: an empty batch, for ranks that are given none.  shares: of
+    the last batch in its loss.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Executor:
         self._context = context
         self._world = context.world
         self._tensors = context.tensors
-        self._planned = planned
+        self.planned = planned
         self._graph = planned.graph
         self._decision = decision
         self._train = mode == "step"
@@ -274,7 +275,7 @@ class Executor:
         try:
             with patient("preparing the batch"):
                 if sharded:
-                    require_no_questions(self._planned)
+                    require_no_questions(self.planned)
                 self.prepare(batch, rows, sharded=sharded)
                 mine = self._counted(batch, rows, sharded=sharded)
         except FAILURES as error:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Self
+from typing import Any, Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,6 +18,7 @@ from autopart.ir.errors import UsageError
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan
 from autopart.session.asynchronous.limits import refuse_in_training
+from autopart.session.ranks.agreement import from_rank
 from autopart.session.session import Session
 from autopart.session.state.companions import Companion
 from autopart.session.state.full_parameters import full_parameters
@@ -235,6 +237,26 @@ class PipeState(ModuleSurface):
         `model.save_pretrained(...)` have them.  Collective; `close` does it too."""
         with self.session.call("sync_model") as session:
             sync_state(session)
+
+    def save_pretrained(self, folder: str | os.PathLike[str], **options: Any) -> None:
+        """Copy the trained values into the model, as `sync_model` does, and call its own `save_pretrained` on rank 0.
+        Collective; the folder is complete on that host when it returns.
+
+        options: of the model's method.  Raises UsageError for a model without it, and on all ranks what it raises."""
+        save = getattr(self.model, "save_pretrained", None)
+        if save is None:
+            raise UsageError(
+                f"{type(self.model).__name__} has no save_pretrained",
+                why="it is a method of models of transformers and diffusers",
+                fix="pipe.save(folder), or state = pipe.state_dict() on every rank and torch.save(state, file) on one",
+            )
+
+        def written() -> None:
+            save(folder, **options)
+
+        with self.session.call("save_pretrained") as session:
+            sync_state(session)
+            from_rank(session.world, 0, "saving the model", written)
 
     @contextmanager
     def full_parameters(self) -> Iterator[None]:

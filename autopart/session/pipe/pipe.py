@@ -18,15 +18,12 @@ import torch
 from autopart.capture import CaptureCache
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import CheckpointError, UsageError
-from autopart.ir.plan import Plan
-from autopart.ir.program import Program
 from autopart.ir.timeline import Span, Timeline
 from autopart.options import Options
-from autopart.report.plan_table import stage_table
 from autopart.runtime.group.world import World
 from autopart.session.asynchronous.limits import refuse_in_training, require_stream
 from autopart.session.asynchronous.training import Training
-from autopart.session.pipe_state import PipeState
+from autopart.session.pipe.plan import PipePlan
 from autopart.session.session import Session
 from autopart.session.state.checkpoints.saver import Around, HasState, Request, Saver, require_folder
 from autopart.session.state.misuse_guards import short_tracebacks, watch_optimizers, without_backward
@@ -38,7 +35,7 @@ from autopart.session.step.parts import micro_cut
 
 
 @short_tracebacks
-class Pipe(PipeState):
+class Pipe(PipePlan):
     """A planned, running training pipeline; made by `autopart.compile`.
 
     With a sample it is planned at once, without one at the first `step`.  It is a context manager; `close` ends it.
@@ -50,12 +47,9 @@ class Pipe(PipeState):
     """
 
     def __init__(self, captures: CaptureCache, cluster: Cluster, options: Options, sample: Any = None) -> None:
-        super().__init__(captures)
-        self._cluster = cluster
-        self._options = options
+        super().__init__(captures, cluster, options)
         self._skipped_in_a_row = 0
         self._unwatch: Callable[[], None] = lambda: None
-        self._training: Training | None = None
         self._saver = Saver()
         self._position = DataPosition()
         self.companions["data"] = self._position
@@ -68,7 +62,7 @@ class Pipe(PipeState):
         self._session = session
         session.calls.pending, session.calls.forget = self._saver.failure, self._saver.forget
         take_masters(session, self._restored)
-        self._unwatch = watch_optimizers(session.world.size, lambda: session.tensors)
+        self._unwatch = watch_optimizers(session.world.size, lambda: session.tensors, session.kept)
         return session
 
     # -- running -------------------------------------------------------------------------------------------------
@@ -150,7 +144,7 @@ class Pipe(PipeState):
         following = scheduler(made) if scheduler is not None else None
         self._training = Training(session, self._count_step, partial(_stepped, made, following))
         session.flush = self._training.flush
-        return map(without_backward, self._training.losses(mode))
+        return (without_backward(loss) for loss in self._training.losses(mode))
 
     def flush(self) -> None:
         """Let all batches that entered in `train` come back, so that all stages have made the updates of all of them.
@@ -177,18 +171,6 @@ class Pipe(PipeState):
         not tensors are left out of the result.
         """
         return self.session.predict((args, kwargs))
-
-    def adopt(self, plan: Plan | str | os.PathLike[str]) -> None:
-        """Go on under another plan for the same model, batch and number of ranks: other cuts, micro-batches, schedule.
-
-        Call it between two steps, on every rank; rank 0's plan is used.  Weights, buffers and accumulated gradients
-        move to the ranks that need them, and `parameters()` yields others afterwards: make a new optimizer from them,
-        and set its state; the state of the old one does not move.  A plan that does not fit raises PlanError or
-        UsageError, and nothing has changed.  It ends a `train` that is going on, after a flush.
-        """
-        if self._training is not None:
-            self._training.end("adopt")
-        self.session.adopt(plan)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -226,6 +208,8 @@ class Pipe(PipeState):
         folder: str | os.PathLike[str],
         optimizer: torch.optim.Optimizer | None = None,
         scheduler: HasState | None = None,
+        *,
+        missing_ok: bool = False,
     ) -> Any:
         """Load the newest checkpoint of a folder, or the one whose folder this is, and return its `extra`.  Collective.
 
@@ -233,10 +217,15 @@ class Pipe(PipeState):
         reads what it keeps.  Weights, buffers, masters, `steps`, the loss scale, and the state of the optimizer and the
         scheduler become those of the checkpoint; gradients become None.  Everything is read and compared with its hash
         on all ranks first: after a CheckpointError nothing has changed.
+
+        missing_ok: whether to change nothing and return None if rank 0 finds no checkpoint there, instead of raising.
         """
         require_folder(folder, None)
         with self.session.call("load") as session:
-            document, extra = self._saver.load(session, folder, self._around(optimizer, scheduler))
+            around = self._around(optimizer, scheduler)
+            document, extra = self._saver.load(session, folder, around, missing_ok=missing_ok)
+        if document is None:
+            return None
         self._steps = document.step
         if document.scaler is not None:
             self._scaler.load_state_dict(document.scaler)
@@ -247,16 +236,6 @@ class Pipe(PipeState):
         return Around(self._steps, scaler, optimizer, scheduler, self.companions, self._placeholder)
 
     # -- what it is ----------------------------------------------------------------------------------------------
-
-    @property
-    def cluster(self) -> Cluster:
-        """The cluster that was planned for."""
-        return self._cluster
-
-    @property
-    def program(self) -> Program:
-        """The actions of every rank in one training step."""
-        return self.session.program()
 
     def timeline(self, *args: Any, sharded: bool = False, **kwargs: Any) -> Timeline:
         """Run a training step as `step` does, and return what every rank did in it, in nanoseconds, on every rank.
@@ -334,11 +313,6 @@ class Pipe(PipeState):
     def skipped(self) -> bool:
         """Whether the last step added no gradients, because some on any rank were not finite."""
         return self._skipped_in_a_row > 0
-
-    def explain(self) -> str:
-        """Return the stage table: what runs where, with simulated times and memory."""
-        _, plan, graph = self._facts
-        return stage_table(plan, graph)
 
     # -- ending --------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,31 @@
+"""Files of a checkpoint as they were written: names, sizes and hashes.  Needs no torch, so that a check is quick."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+AGAIN = "use another checkpoint, or copy this one again from where it is whole"
+"""What to do about a file that was changed or is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A file as it was written.  size_bytes: of the whole file.  sha256: of its bytes, in hexadecimal."""
+
+    size_bytes: int
+    sha256: str
+
+
+def hashed(path: Path) -> Written:
+    """Return the size and the hash of a file.  Raises OSError."""
+    with open(path, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return Written(os.fstat(file.fileno()).st_size, digest)
+
+
+def plain_name(name: str) -> bool:
+    """Whether this is the name of a file in the folder itself, not a path that leads out of it."""
+    return bool(name) and name not in (".", "..") and not set(name) & set("/\\\0")

@@ -1,0 +1,110 @@
+"""What runs a kind of batch: an executor for its program, along the stages of the training plan, kept for the next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autopart.capture import Captured
+from autopart.capture.batch.batch import Batch
+from autopart.capture.derive.reduction import BatchRule
+from autopart.capture.recent import Recent
+from autopart.ir.graph import Graph
+from autopart.ir.plan import Decision
+from autopart.ir.size import Size
+from autopart.passes.program.projection import check_gradients_stay, project_plan
+from autopart.runtime.activity import patient
+from autopart.session.executors.evaluation import evaluated_rows, evaluation_decision, evaluation_rule
+from autopart.session.executors.executor import Executor, RankContext
+from autopart.session.ranks.agreement import from_rank, together
+from autopart.session.step.data import micro_rows
+
+Kind = tuple[str, float, float]
+"""A kind of batch: the mode, and digests of the model's version and of the batch's signature, equal on all ranks."""
+_KEEP = 32  # kinds of batches whose executor is kept
+
+
+def largest_part(batch: Batch, mode: str, decision: Decision, shards: Sequence[int] = ()) -> Size:
+    """Return the size of the largest part of this batch that is run at once.  decision: of the training plan."""
+    return Size(max(micro_rows(batch, shards, decision) if mode == "step" else evaluated_rows(mode, batch, decision)))
+
+
+def new_executor(
+    mode: str,
+    context: RankContext,
+    batch: Batch,
+    shards: Sequence[int],
+    planned: Graph,
+    decision: Decision,
+    rule: BatchRule | None = None,
+) -> Executor:
+    """Return what runs batches like this one; a changed model may run another program than the one that was planned.
+
+    planned, decision: the graph and the decision of the training plan.  rule: how batches are cut in evaluation, None
+    to leave them whole.  Local; raises RefusedError.
+    """
+    if mode != "step":
+        rows = evaluated_rows(mode, batch, decision) if rule is not None else (batch.rows or 1,)
+        captured = context.captures(batch, Size(max(rows)), mode)
+        evaluated = evaluation_decision(captured.graph, planned, decision, cut=rule is not None)
+        return Executor(mode, context, captured, evaluated, rule)
+    captured = context.captures(batch, largest_part(batch, mode, decision, shards), mode)
+    own = projected(captured, planned, decision)
+    check_gradients_stay(captured.graph, own.stages, planned, decision)
+    return Executor(mode, context, captured, own)
+
+
+def projected(captured: Captured, planned: Graph, decision: Decision) -> Decision:
+    """Return the decision of the training plan for a program that differs from the planned one.  Raises PlanError."""
+    same = [(op.name, op.target) for op in captured.graph.ops] == [(op.name, op.target) for op in planned.ops]
+    return decision if same else replace(decision, stages=project_plan(captured.graph, planned, decision))
+
+
+class KnownKinds:
+    """The executors of the kinds of batches that came under the present plan; the one used longest ago goes first."""
+
+    def __init__(self) -> None:
+        self._found: Recent[Kind, Executor] = Recent(_KEEP, lambda executor: executor.planned.program_bytes)
+
+    def restart(self, context: RankContext, planned: Graph, decision: Decision, kind: Kind, executor: Executor) -> None:
+        """Begin under a plan for batches of this kind.  planned, decision: its graph and decision."""
+        self._context, self._planned, self._decision = context, planned, decision
+        self._found.clear()
+        self._found.add(kind, executor)
+
+    def get(self, kind: Kind) -> Executor | None:
+        """Return the executor of a kind, None if there is none yet."""
+        return self._found.peek(kind)
+
+    def executor(self, kind: Kind, batch: Batch, shards: tuple[int, ...] = ()) -> Executor:
+        """Return the executor of a kind of batch, made at first use along the stages of the training plan.  Collective.
+
+        A batch of another kind, or a model that was changed, may run another program than the one that was planned.
+        """
+        executor = self._found.get(kind)
+        if executor is None:
+            context, decision = self._context, self._decision
+            rule = shared_rule(context, batch, self._planned, decision) if kind[0] == "loss" else None
+            with together(context.world, "capturing the model"), patient("capturing the model"):
+                executor = new_executor(kind[0], context, batch, shards, self._planned, decision, rule)
+            self._found.add(kind, executor)
+        return executor
+
+    def clear(self) -> None:
+        """Forget all executors."""
+        self._found.clear()
+
+
+def shared_rule(context: RankContext, batch: Batch, planned: Graph, decision: Decision) -> BatchRule | None:
+    """Return how an evaluated batch is cut, as the first rank finds it; None if it stays whole.  Collective.
+
+    planned, decision: the graph and the decision of the training plan.
+    """
+    if len(evaluated_rows("loss", batch, decision)) == 1:
+        return None
+
+    def derived() -> BatchRule | None:
+        with patient("preparing the batch"):
+            return evaluation_rule(context.captures, batch, planned, decision, context.options.loss_reduction)
+
+    return from_rank(context.world, decision.stages[0].ranks[0], "preparing the batch", derived)

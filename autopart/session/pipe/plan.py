@@ -1,0 +1,95 @@
+"""The plan of a pipe: what runs where, and going on under another one."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+
+import torch
+
+from autopart.capture import CaptureCache
+from autopart.ir.cluster import Cluster
+from autopart.ir.errors import UsageError
+from autopart.ir.plan import Plan
+from autopart.ir.program import Program
+from autopart.options import Options
+from autopart.report.plan_table import stage_table
+from autopart.session.asynchronous.training import Training
+from autopart.session.pipe.state import PipeState
+from autopart.session.replanning.carried import carrying
+from autopart.session.replanning.replan import Replanned, replan, state_bytes_of
+from autopart.session.session_plan import Preparing
+from autopart.session.state.checkpoints.contents import driven_names
+from autopart.session.state.misuse_guards import short_tracebacks
+
+
+@short_tracebacks
+class PipePlan(PipeState):
+    """The plan that a pipe runs, and its changes."""
+
+    def __init__(self, captures: CaptureCache, cluster: Cluster, options: Options) -> None:
+        super().__init__(captures)
+        self._cluster = cluster
+        self._options = options
+        self._training: Training | None = None
+
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster that was planned for."""
+        return self._cluster
+
+    @property
+    def program(self) -> Program:
+        """The actions of every rank in one training step."""
+        return self.session.program()
+
+    def explain(self) -> str:
+        """Return the stage table: what runs where, with simulated times and memory; then the captures of this rank."""
+        _, plan, graph = self._facts
+        return f"{stage_table(plan, graph)}captures of this rank: {self._captures.kept}, {self._captures.made} made\n"
+
+    def adopt(self, plan: Plan | str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Go on under another plan for the same model, batch and number of ranks: other cuts, micro-batches, schedule.
+
+        Call it between two steps, on every rank; rank 0's plan is used.  Weights, buffers and accumulated gradients
+        move to the ranks that need them, and `parameters()` yields others afterwards.
+
+        optimizer: this rank's; it goes on as the same object, with its groups and its state, which moves directly from
+        rank to rank, and a scheduler that drives it goes on too.  Without it make a new optimizer from `parameters()`:
+        the old one is refused where this rank keeps other parameters now.
+
+        A plan that does not fit raises PlanError or UsageError, and nothing has changed; a `train` that is going on is
+        flushed.  Another plan ends it.
+        """
+        self.session.adopt(plan, self._preparing(optimizer))
+        self._end_training("adopt")
+
+    def replan(self, optimizer: torch.optim.Optimizer | None = None, *, steps: int | None = None) -> Replanned:
+        """Plan anew for the model as it is, and go on under that plan if it pays.  Call it on every rank.
+
+        For example after layers were frozen: they need no backward any more, so fewer stages and more replicas may be
+        faster on the same ranks.  The options of `compile` hold, but for a plan that was given there.
+
+        optimizer: as for `adopt`.  steps: training steps that remain; the simulated steps that it saves are compared
+        with what the change takes: capturing, making stages, and moving weights and optimizer state, which is measured
+        by sending a part of them.  Without it a plan is adopted if its simulated step is 2 % shorter.
+
+        Returns what was found and done (`Replanned`); its `reason` says it in words.  Raises what `compile` and `adopt`
+        raise; the pipe then goes on under its plan.
+        """
+        if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 0):
+            raise UsageError(f"steps is {steps!r}", fix="pass how many training steps remain")
+        sizes = state_bytes_of(optimizer, driven_names(self.session, self._placeholder))
+        found = replan(self.session, steps, sizes, self._preparing(optimizer))
+        if found.adopted:
+            self._end_training("replan")
+        return found
+
+    def _end_training(self, call: str) -> None:
+        if self._training is not None:
+            self._training.end(call)
+
+    def _preparing(self, optimizer: torch.optim.Optimizer | None) -> Preparing:
+        if optimizer is None:
+            return lambda: lambda _: None
+        return partial(carrying, self.session, optimizer, self._placeholder)

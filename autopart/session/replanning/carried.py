@@ -1,0 +1,152 @@
+"""The state of an optimizer and of companions, moved directly to the ranks that keep the parameters under another plan.
+
+The optimizer stays the same object: its parameter groups get the parameters that this rank keeps now, and a scheduler
+that drives it goes on."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from autopart.files.checkpoints.document import OptimizerState
+from autopart.files.checkpoints.values import decoded
+from autopart.ir.errors import CheckpointError, UsageError
+from autopart.runtime.moves import Route, move_tensors
+from autopart.session.executors.executor import RankContext
+from autopart.session.ranks.agreement import together
+from autopart.session.session import Session
+from autopart.session.state.checkpoints.contents import driven_names
+from autopart.session.state.checkpoints.optimizers import joined, part_of
+
+_MOVING = "moving the optimizer's state to another plan"
+Key = tuple[str, str]
+"""Name of a parameter, and what the optimizer calls a part of its state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Shape and dtype of a tensor that another rank has."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def carrying(
+    session: Session, optimizer: torch.optim.Optimizer, placeholder: nn.Parameter
+) -> Callable[[RankContext], None]:
+    """Check this rank's optimizer, and return what moves its state once the ranks hold what another plan gives them.
+
+    placeholder: the parameter of a rank that has none.  Collective, and so is what is returned.  Raises UsageError on
+    all ranks, before anything is changed, for state that has no name, and for optimizers that differ between ranks.
+    Bytes sent: of the state of the parameters that move, each from one rank to the ranks that keep it now."""
+    world = session.world
+    with together(world, _MOVING):
+        names = driven_names(session, placeholder)
+        try:
+            part = part_of(optimizer, names)
+        except CheckpointError as error:
+            raise _not_carried(error) from error
+    kinds = {key: Kind(tuple(tensor.shape), tensor.dtype) for key, tensor in part.tensors.items()}
+    told = world.gather_objects((replace(part, tensors=dict.fromkeys(part.tensors)), kinds))  # type: ignore[arg-type]
+    try:
+        whole = joined([each for each, _ in told])
+    except CheckpointError as error:
+        raise world.known(_not_carried(error)) from error
+    assert whole is not None
+    where: dict[Key, Kind] = {}
+    having: dict[Key, list[int]] = {}
+    for rank, (_, own) in enumerate(told):
+        for key, kind in own.items():
+            where.setdefault(key, kind)
+            having.setdefault(key, []).append(rank)
+
+    def moved(context: RankContext) -> None:
+        wanting = context.placement.keepers
+        arriving = {
+            key: torch.empty(kind.shape, dtype=kind.dtype, device="cpu" if key[1] == "step" else world.device)
+            for key, kind in where.items()
+            if world.rank in wanting.get(key[0], ()) and world.rank not in having[key]
+        }
+        routes = spread(having, {key: wanting.get(key[0], ()) for key in where}, where)
+        move_tensors(world, routes, {_joined(key): tensor for key, tensor in {**part.tensors, **arriving}.items()})
+        _give(optimizer, whole, {**part.tensors, **arriving}, _kept(session, context, optimizer, names), placeholder)
+
+    return moved
+
+
+def spread(
+    having: Mapping[Key, Sequence[int]], wanting: Mapping[Key, Sequence[int]], kinds: Mapping[Key, Kind]
+) -> list[Route]:
+    """Return routes to every rank that wants a tensor and lacks it, from the one that sends fewest bytes until then
+    among those that have it.  O(routes * ranks that have a tensor)."""
+    routes: list[Route] = []
+    sent: Counter[int] = Counter()
+    for key, sources in having.items():
+        for target in wanting[key]:
+            if target not in sources:
+                source = min(sources, key=lambda rank: (sent[rank], rank))
+                sent[source] += kinds[key].nbytes
+                routes.append((_joined(key), source, target))
+    return routes
+
+
+def _joined(key: Key) -> str:
+    return "\0".join(key)
+
+
+def _kept(
+    session: Session, context: RankContext, optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+) -> dict[str, nn.Parameter]:
+    """Return the parameters that this rank's optimizer may update now, by name: those that it keeps, and, of what it
+    has, those that no stage uses."""
+    rank, placement = session.world.rank, context.placement
+    kept = {name: t for name, t in context.tensors.driven.items() if placement.keeps(rank, name)}
+    unused = {
+        name: parameter
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if (name := names[id(parameter)]) and name not in placement.holders
+    }
+    return {name: tensor for name, tensor in {**unused, **kept}.items() if isinstance(tensor, nn.Parameter)}
+
+
+def _give(
+    optimizer: torch.optim.Optimizer,
+    whole: OptimizerState,
+    tensors: Mapping[Key, torch.Tensor],
+    kept: Mapping[str, nn.Parameter],
+    placeholder: nn.Parameter,
+) -> None:
+    """Put the parameters that this rank keeps now into the optimizer's groups, with their state.  Local."""
+    state: dict[torch.Tensor, dict[str, object]] = {}
+    for group, saved in zip(optimizer.param_groups, whole.groups, strict=True):
+        own = [name for name in saved.names if name in kept]
+        group["params"] = [kept[name] for name in own]
+        if "param_names" in group:
+            group["param_names"] = own
+        on_device = bool(group.get("capturable") or group.get("fused"))
+        for name in own:
+            found: dict[str, object] = {key: tensors[name, key] for key in whole.tensors.get(name, ())}
+            if on_device and isinstance(found.get("step"), torch.Tensor):
+                found["step"] = tensors[name, "step"].to(kept[name].device)
+            found |= {key: decoded(value) for key, value in whole.values.get(name, {}).items()}
+            if found:
+                state[kept[name]] = found
+    if not any(group["params"] for group in optimizer.param_groups):
+        optimizer.param_groups[0]["params"] = [placeholder]
+    optimizer.state.clear()
+    optimizer.state.update(state)
+
+
+def _not_carried(error: CheckpointError) -> UsageError:
+    return UsageError("the state of the optimizer cannot move to another plan", why=str(error), fix=error.fix)

@@ -1,0 +1,67 @@
+"""What a change of plan moves between ranks, and how long that takes on these machines."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+
+import torch
+
+from autopart.ir.graph import Graph
+from autopart.runtime.group.world import World
+from autopart.runtime.moves import move_tensors
+from autopart.session.placement import Placement, Ranks
+
+Pairs = Mapping[tuple[int, int], int]
+"""Bytes by sending and receiving rank."""
+PROBE_SHARE, LEAST_PROBE, MOST_PROBE = 0.05, 1 << 20, 32 << 20
+"""Part of what moves that is sent on trial, and its limits in bytes for each pair of ranks."""
+
+
+def moved_bytes(
+    graph: Graph, old: Placement, new: Placement, state_bytes: Mapping[str, int]
+) -> dict[tuple[int, int], int]:
+    """Return the bytes that move when `new` follows `old`.
+
+    state_bytes: of the optimizer's state and the master weight of each parameter, which move to the ranks that keep it.
+    O(parameters * ranks)."""
+    sizes = {param.name: param.size_bytes for param in graph.params}
+    pairs: Counter[tuple[int, int]] = Counter()
+    for wanted, had, size_of in (
+        (new.holders, old.holders, sizes),
+        (new.keepers, old.keepers, state_bytes),
+    ):
+        _add(pairs, wanted, had, old, size_of)
+    return dict(pairs)
+
+
+def _add(pairs: Counter[tuple[int, int]], wanted: Ranks, had: Ranks, old: Placement, sizes: Mapping[str, int]) -> None:
+    for name, ranks in wanted.items():
+        size = sizes.get(name, 0)
+        if not size or name not in old.owners:
+            continue
+        for rank in ranks:
+            if rank not in had.get(name, ()):
+                pairs[old.owners[name], rank] += size
+
+
+def predicted_s(world: World, pairs: Pairs) -> float:
+    """Return the seconds that moving these bytes will take, from sending a part of them.  Collective; equal on all
+    ranks.  Takes about a twentieth of that time, and memory for `MOST_PROBE` bytes for each pair of a rank."""
+    moving = {pair: size for pair, size in sorted(pairs.items()) if size and pair[0] != pair[1]}
+    if not moving or world.size == 1:
+        return 0.0
+    largest = max(moving.values())
+    part = min(1.0, max(PROBE_SHARE, LEAST_PROBE / largest), MOST_PROBE / largest)
+    probes = {
+        f"{source}>{target}": torch.zeros(max(1, int(size * part)), dtype=torch.uint8)
+        for (source, target), size in moving.items()
+        if world.rank in (source, target)
+    }
+    routes = [(f"{source}>{target}", source, target) for source, target in moving]
+    world.gather_numbers([0.0])  # all begin at once
+    began = time.perf_counter()
+    move_tensors(world, routes, probes)
+    taken = max(row[0] for row in world.gather_numbers([time.perf_counter() - began]))
+    return taken / part

@@ -1,0 +1,84 @@
+"""Say on the terminal what rank 0 prepares: one line for each capture, measurement, search of a plan and bring-up.
+
+A thread looks at the activity of this process, so that a step that prepares nothing costs nothing.  Lines go to stderr
+if that is a terminal: the last one counts seconds until the phase ends.  AUTOPART_PROGRESS=0 turns them off, and
+AUTOPART_PROGRESS=1 on: where stderr is no terminal, each phase gets its line when it has ended.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from functools import cache
+
+from autopart.runtime import activity
+from autopart.runtime.activity import JOINING, PATIENT
+
+TICK_S = 0.1
+LEAST_S = 0.5
+"""Seconds from which a phase gets a line."""
+_CLEAR = "\r\x1b[K"
+
+
+class Progress:
+    """Writes the lines of one process from what it finds at each look.
+
+    live: whether the line of a phase that goes on is written again and again.
+    """
+
+    def __init__(self, *, live: bool) -> None:
+        self._live = live
+        self._changes, self._since, self._what = -1, 0.0, ""
+        self._shown = False
+
+    def look(self, now: float) -> str:
+        """Return what to write, "" for nothing.  now: in time.monotonic() seconds."""
+        status = activity.current()
+        if status.changes != self._changes:
+            ended = self._ended(now)
+            note = activity.text_of(status.note)
+            self._what = note if status.phase in (PATIENT, JOINING) else ""
+            self._changes, self._since, self._shown = status.changes, now, False
+            return ended
+        if not self._what or now - self._since < LEAST_S:
+            return ""
+        self._shown = True
+        return f"{_CLEAR}autopart: {self._what} ... {now - self._since:.0f} s" if self._live else ""
+
+    def _ended(self, now: float) -> str:
+        """Return the last line of the phase that was shown."""
+        if not self._shown:
+            return ""
+        start = _CLEAR if self._live else ""
+        return f"{start}autopart: {self._what} took {now - self._since:.1f} s\n"
+
+
+def is_wanted() -> bool:
+    """Return whether this process shows its progress."""
+    if os.environ.get("RANK", "0") != "0":
+        return False
+    stated = os.environ.get("AUTOPART_PROGRESS", "")
+    return stated != "0" and (bool(stated) or _on_terminal())
+
+
+def _on_terminal() -> bool:
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
+@cache
+def show_progress() -> None:
+    """Show from now on what this process prepares, if it is wanted.  Starts one thread then."""
+    if is_wanted():
+        threading.Thread(target=_run, name="autopart-progress", daemon=True).start()
+
+
+def _run() -> None:
+    progress = Progress(live=_on_terminal())
+    while True:
+        time.sleep(TICK_S)
+        text = progress.look(time.monotonic())
+        if text and sys.stderr is not None:
+            sys.stderr.write(text)
+            sys.stderr.flush()

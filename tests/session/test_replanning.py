@@ -1,0 +1,86 @@
+"""Another plan while training goes on: the same optimizer, its state, and whether it pays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.jobs import replan_jobs as jobs
+from support.workers import Workers
+
+from autopart.session.replanning.carried import Kind, spread
+
+pytestmark = pytest.mark.timeout(200)
+STEPS = 8
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Workers]:
+    with Workers(2, timeout=180) as pool:
+        yield pool
+
+
+def plans(ranks: int = 2) -> list[Any]:
+    return [
+        jobs.plan_of(ranks, stages=2, replicas=1, cuts=("layers.1",), micro_batches=2, schedule="1f1b"),
+        jobs.plan_of(ranks, stages=1, replicas=2, micro_batches=2, zero=1),
+        jobs.plan_of(ranks, stages=2, replicas=1, cuts=("layers.4",), micro_batches=3, schedule="gpipe"),
+        jobs.plan_of(ranks, stages=1, replicas=2, micro_batches=1, zero=0),
+    ]
+
+
+def same_training(found: Sequence[Any], expected: tuple[list[float], dict[str, Any], dict[str, Any]]) -> None:
+    """Compare losses, weights and the optimizer's state of all ranks with those of one process, in fp64."""
+    losses, state, moments = expected
+    joined: dict[str, Any] = {}
+    for own_losses, own_state, own_moments, *_ in found:
+        assert own_losses == pytest.approx(losses, rel=1e-12)
+        for name, tensor in state.items():
+            torch.testing.assert_close(own_state[name], tensor, rtol=1e-10, atol=1e-12)
+        joined |= own_moments
+    assert joined.keys() == moments.keys()
+    for name, value in moments.items():
+        torch.testing.assert_close(joined[name], value, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=[] if k == "adamw" else pytest.mark.slow) for k in jobs.OPTIMIZERS]
+)
+def test_an_optimizer_goes_on_with_its_state_under_four_plans(pair: Workers, kind: str) -> None:
+    found = pair.run(jobs.changing, kind, plans(), 2, STEPS)
+    same_training(found, jobs.alone(kind, STEPS))
+
+
+def test_layers_freeze_and_the_plan_follows(pair: Workers) -> None:
+    frozen, at = [0, 0, 3, 3, 3, 5], [2, 5]
+    found = pair.run(jobs.replanned, "adamw", frozen, at, STEPS)
+    same_training(found, jobs.alone("adamw", STEPS, frozen))
+    for first, second in zip(*(each[3] for each in found), strict=True):
+        assert first.reason == second.reason and first.adopted == second.adopted
+        assert first.adopted == (first.took_s > 0)
+        assert first.before_s >= first.after_s or not first.adopted
+
+
+def test_an_optimizer_that_was_left_behind_is_refused(pair: Workers) -> None:
+    for error in pair.run(jobs.forgotten, plans()[:2]):
+        assert "before the plan was changed" in error.what and "pipe.adopt(plan, optimizer)" in error.fix
+
+
+@given(st.integers(2, 5).flatmap(lambda ranks: st.lists(
+    st.tuples(st.sets(st.integers(0, ranks - 1), min_size=1), st.sets(st.integers(0, ranks - 1)), st.integers(0, 9)),
+    max_size=12,
+)))  # fmt: skip
+def test_every_rank_that_lacks_a_tensor_gets_it_once_from_one_that_has_it(
+    given_tensors: list[tuple[set[int], set[int], int]],
+) -> None:
+    having: Mapping[Any, list[int]] = {(f"p{i}", "m"): sorted(has) for i, (has, _, _) in enumerate(given_tensors)}
+    wanting = {(f"p{i}", "m"): sorted(wants) for i, (_, wants, _) in enumerate(given_tensors)}
+    kinds = {(f"p{i}", "m"): Kind((size,), torch.float32) for i, (_, _, size) in enumerate(given_tensors)}
+    routes = spread(having, wanting, kinds)
+    expected = {("\0".join(key), target) for key in having for target in wanting[key] if target not in having[key]}
+    assert {(name, target) for name, _, target in routes} == expected and len(routes) == len(expected)
+    assert all(source in having[name.split("\0")[0], "m"] for name, source, _ in routes)

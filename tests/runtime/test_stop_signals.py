@@ -16,10 +16,13 @@ from autopart.runtime.watch.stop_signals import AGAIN_S, SIGNALS, StopSignals
 
 @pytest.fixture(autouse=True)
 def restored() -> Iterator[None]:
-    """Every test leaves the handlers as they were."""
-    before = [signal.getsignal(number) for number in SIGNALS]
+    """Every test begins with the system's handlers, also where a test before it left a pipe open, and leaves them."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
     yield
-    assert [signal.getsignal(number) for number in SIGNALS] == before
+    left = [signal.getsignal(number) for number in SIGNALS]
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    assert left == [signal.SIG_DFL] * len(SIGNALS)
 
 
 @pytest.mark.parametrize("number", SIGNALS)

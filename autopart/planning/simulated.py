@@ -9,8 +9,8 @@ from autopart.capture.derive.token_axis import asked_slices
 from autopart.costs.optimizer_state import narrowest_bytes, state_factor
 from autopart.costs.sources import COST_SOURCES, GROUP_NS, costed
 from autopart.ir.cluster import Cluster
-from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan
+from autopart.ir.program import Program
 from autopart.ir.size import Size
 from autopart.ir.timeline import Timeline
 from autopart.options import Options
@@ -30,8 +30,7 @@ def simulate_plan(
     captured: the program that the plan was made from.  Costs come from the source that the options name, else from that
     of the plan.  Raises as `make_plan`.
     """
-    graph, estimator = _estimated(plan, captured, captures, batch, cluster, options)
-    program = check_program(route(plan.decision, graph), plan.schedule)
+    program, estimator = _estimated(plan, captured, captures, batch, cluster, options)
     return timeline_of(plan.decision, program, estimator)
 
 
@@ -40,15 +39,14 @@ def simulated_step_ns(
 ) -> int:
     """Return the nanoseconds that a step of a plan takes, or that one of an asynchronous plan takes in the long run.
     Arguments and errors: as for `simulate_plan`."""
-    graph, estimator = _estimated(plan, captured, captures, batch, cluster, options)
-    program = check_program(route(plan.decision, graph), plan.schedule)
+    program, estimator = _estimated(plan, captured, captures, batch, cluster, options)
     return estimate(plan.decision, program, estimator).step_ns
 
 
 def _estimated(
     plan: Plan, captured: Captured, captures: CaptureCache, batch: Batch, cluster: Cluster, options: Options
-) -> tuple[Graph, Estimator]:
-    """Return the program of a plan with costs, and what estimates its stages."""
+) -> tuple[Program, Estimator]:
+    """Return the proven program of a plan, and what estimates its stages."""
     source = options.costs
     if source == "auto" and plan.provenance.costs in COST_SOURCES:
         source = plan.provenance.costs
@@ -69,4 +67,5 @@ def _estimated(
         if recipe is not None:
             axis = recipe.axis()
             slices = slice_shares(graph, axis.tokens, axis.behind, axis.once, cluster.devices[0])
-    return graph, Estimator(cluster, cost_model, factor, overlap=True, slices=slices, group_ns=GROUP_NS[cluster.kind])
+    estimator = Estimator(cluster, cost_model, factor, overlap=True, slices=slices, group_ns=GROUP_NS[cluster.kind])
+    return check_program(route(plan.decision, graph), plan.schedule), estimator

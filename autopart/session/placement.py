@@ -107,8 +107,8 @@ def relocate(world: World, old: Placement, new: Placement, before: LocalTensors,
     before, after: what this rank holds, with the newest values.  Master weights and gradients go to keepers alone.  A
     tensor that no rank held before is not moved: no step has changed it.
     """
-    move_tensors(world, list(_routes(old.owners, old.holders, new.holders)), {**after.held, **before.held})
-    kept = list(_routes(old.owners, old.keepers, new.keepers))
+    move_tensors(world, list(routes(old.owners, old.holders, new.holders)), {**after.held, **before.held})
+    kept = list(routes(old.owners, old.keepers, new.keepers))
     own = {name for name, rank in old.owners.items() if rank == world.rank}
 
     moving = _existing(world, kept, own & before.masters.by_name.keys())
@@ -131,8 +131,8 @@ def relocate(world: World, old: Placement, new: Placement, before: LocalTensors,
             tensor.grad = None
 
 
-def _routes(owners: Mapping[str, int], before: Ranks, after: Ranks) -> Iterator[Route]:
-    """Return routes from the owner of each tensor to every rank that needs it, and did not before."""
+def routes(owners: Mapping[str, int], before: Ranks, after: Ranks) -> Iterator[Route]:
+    """Yield routes from the owner of each tensor to every rank that needs it, and did not before."""
     for name in sorted(after.keys() & owners.keys()):
         for rank in after[name]:
             if rank not in before.get(name, ()):

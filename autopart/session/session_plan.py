@@ -108,7 +108,7 @@ class SessionPlan:
             raise
         set_activity("between calls")
 
-    def adopt(self, plan: Plan | str | os.PathLike[str], prepare: Preparing = lambda: lambda _: None) -> None:
+    def adopt(self, plan: Plan | str | os.PathLike[str], prepare: Preparing) -> None:
         """Go on under another plan (rank 0's counts) for the same model, batch and number of ranks.  Collective.
 
         Parameters, buffers and gradients move to the ranks that need them.  A plan that does not fit is refused on all

@@ -8,20 +8,19 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from autopart.files.checkpoints.document import OptimizerState
-from autopart.files.checkpoints.values import decoded
 from autopart.ir.errors import CheckpointError, UsageError
 from autopart.runtime.moves import Route, move_tensors
 from autopart.session.executors.executor import RankContext
 from autopart.session.ranks.agreement import together
 from autopart.session.session import Session
 from autopart.session.state.checkpoints.contents import driven_names
-from autopart.session.state.checkpoints.optimizers import joined, part_of
+from autopart.session.state.checkpoints.optimizers import adopt_state, joined, part_of
 
 _MOVING = "moving the optimizer's state to another plan"
 Key = tuple[str, str]
@@ -57,7 +56,7 @@ def carrying(
         except CheckpointError as error:
             raise _not_carried(error) from error
     kinds = {key: Kind(tuple(tensor.shape), tensor.dtype) for key, tensor in part.tensors.items()}
-    told = world.gather_objects((replace(part, tensors=dict.fromkeys(part.tensors)), kinds))  # type: ignore[arg-type]
+    told = world.gather_objects((part.without_tensors(), kinds))
     try:
         whole = joined([each for each, _ in told])
     except CheckpointError as error:
@@ -128,24 +127,16 @@ def _give(
     placeholder: nn.Parameter,
 ) -> None:
     """Put the parameters that this rank keeps now into the optimizer's groups, with their state.  Local."""
-    state: dict[torch.Tensor, dict[str, object]] = {}
     for group, saved in zip(optimizer.param_groups, whole.groups, strict=True):
         own = [name for name in saved.names if name in kept]
         group["params"] = [kept[name] for name in own]
         if "param_names" in group:
             group["param_names"] = own
-        on_device = bool(group.get("capturable") or group.get("fused"))
-        for name in own:
-            found: dict[str, object] = {key: tensors[name, key] for key in whole.tensors.get(name, ())}
-            if on_device and isinstance(found.get("step"), torch.Tensor):
-                found["step"] = tensors[name, "step"].to(kept[name].device)
-            found |= {key: decoded(value) for key, value in whole.values.get(name, {}).items()}
-            if found:
-                state[kept[name]] = found
     if not any(group["params"] for group in optimizer.param_groups):
         optimizer.param_groups[0]["params"] = [placeholder]
     optimizer.state.clear()
-    optimizer.state.update(state)
+    names = {id(parameter): name for name, parameter in kept.items()} | {id(placeholder): ""}
+    adopt_state(optimizer, names, [{}] * len(optimizer.param_groups), whole, tensors, {})
 
 
 def _not_carried(error: CheckpointError) -> UsageError:

@@ -11,7 +11,7 @@ import torch
 from autopart.ir.graph import Graph
 from autopart.runtime.group.world import World
 from autopart.runtime.moves import move_tensors
-from autopart.session.placement import Placement, Ranks
+from autopart.session.placement import Placement, routes
 
 Pairs = Mapping[tuple[int, int], int]
 """Bytes by sending and receiving rank."""
@@ -24,26 +24,15 @@ def moved_bytes(
 ) -> dict[tuple[int, int], int]:
     """Return the bytes that move when `new` follows `old`.
 
-    state_bytes: of the optimizer's state and the master weight of each parameter, which move to the ranks that keep it.
+    state_bytes: of the optimizer's state of each parameter, which moves to the ranks that keep it.
     O(parameters * ranks)."""
     sizes = {param.name: param.size_bytes for param in graph.params}
     pairs: Counter[tuple[int, int]] = Counter()
-    for wanted, had, size_of in (
-        (new.holders, old.holders, sizes),
-        (new.keepers, old.keepers, state_bytes),
-    ):
-        _add(pairs, wanted, had, old, size_of)
+    for name, source, target in routes(old.owners, old.holders, new.holders):
+        pairs[source, target] += sizes.get(name, 0)
+    for name, source, target in routes(old.owners, old.keepers, new.keepers):
+        pairs[source, target] += state_bytes.get(name, 0)
     return dict(pairs)
-
-
-def _add(pairs: Counter[tuple[int, int]], wanted: Ranks, had: Ranks, old: Placement, sizes: Mapping[str, int]) -> None:
-    for name, ranks in wanted.items():
-        size = sizes.get(name, 0)
-        if not size or name not in old.owners:
-            continue
-        for rank in ranks:
-            if rank not in had.get(name, ()):
-                pairs[old.owners[name], rank] += size
 
 
 def predicted_s(world: World, pairs: Pairs) -> float:
@@ -59,9 +48,9 @@ def predicted_s(world: World, pairs: Pairs) -> float:
         for (source, target), size in moving.items()
         if world.rank in (source, target)
     }
-    routes = [(f"{source}>{target}", source, target) for source, target in moving]
+    probed = [(f"{source}>{target}", source, target) for source, target in moving]
     world.gather_numbers([0.0])  # all begin at once
     began = time.perf_counter()
-    move_tensors(world, routes, probes)
+    move_tensors(world, probed, probes)
     taken = max(row[0] for row in world.gather_numbers([time.perf_counter() - began]))
     return taken / part

@@ -135,7 +135,7 @@ def watch_optimizers(
     updates.  Returns a function that removes the check."""
 
     needing: dict[type, bool] = {}
-    seen: WeakKeyDictionary[torch.optim.Optimizer, tuple[LocalTensors, set[int], set[int]]] = WeakKeyDictionary()
+    seen: WeakKeyDictionary[torch.optim.Optimizer, tuple[LocalTensors | None, set[int], set[int]]] = WeakKeyDictionary()
 
     def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         kind = type(optimizer)
@@ -144,9 +144,9 @@ def watch_optimizers(
         held, together = tensors(), world_size > 1 and needing[kind]
         rounded = held.masters.rounded
         driven = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-        mine = kept()
-        earlier, was, drove = seen.get(optimizer, (held, mine, set()))
-        if earlier is not held and was != mine and drove == set(driven) and drove & was:
+        earlier, was, drove = seen.get(optimizer, (None, set(), set()))
+        mine = was if earlier is held else kept()  # looked at once a plan: this is before every step
+        if earlier is not None and was != mine and drove == set(driven) and drove & was:
             raise UsageError(
                 "the optimizer was made before the plan was changed, for other parameters than this rank keeps now",
                 why="it would update none of those that came, and they would keep their values",

@@ -25,6 +25,18 @@ LAUNCHERS = {
 START_S, WATCH_S = 150.0, 60.0
 
 
+def environment() -> dict[str, str]:
+    """Return the environment in which scripts find the jobs."""
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        env.pop(name, None)
+    return env
+
+
 @dataclass(frozen=True)
 class Outcome:
     """The result of a run with a fault.
@@ -42,13 +54,7 @@ def play(
     launcher: str, how: str, phase: str, whom: str, folder: Path, named: str, *, until_gone: bool = True
 ) -> Outcome:
     """Run the script until the text `named` is printed and, if `until_gone`, no process is left."""
-    env = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]),
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        env.pop(name, None)
+    env = environment()
     log = folder / "log"
     command = [*LAUNCHERS[launcher], how, phase, whom, str(folder)]
     with log.open("w") as out:

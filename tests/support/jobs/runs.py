@@ -11,22 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from support.jobs.fault_runs import TESTS
+from support.jobs.fault_runs import environment
 from support.jobs.run_script import Run
 
 LIMIT_S = 240.0
-
-
-def environment() -> dict[str, str]:
-    """Return the environment in which scripts find the jobs."""
-    env = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]),
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        env.pop(name, None)
-    return env
 
 
 def start(launcher: str, run: Run, *flags: str) -> subprocess.Popen[str]:

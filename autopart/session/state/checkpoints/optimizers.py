@@ -6,7 +6,7 @@ A torch optimizer numbers its parameters, so its own state_dict means something 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,10 @@ class OptimizerPart:
     groups: tuple[Group, ...]
     tensors: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
     values: dict[tuple[str, str], Any] = field(default_factory=dict)
+
+    def without_tensors(self) -> OptimizerPart:
+        """Return the same with None in place of each tensor, to tell other ranks."""
+        return replace(self, tensors=dict.fromkeys(self.tensors))  # type: ignore[arg-type]
 
 
 def part_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> OptimizerPart:

@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -261,8 +261,7 @@ class _Told:
             "companions": {title: encoded(each.state(), title) for title, each in around.companions.items()},
             "extra": encoded(extra, "extra"),
         }
-        light = part and replace(part, tensors=dict.fromkeys(part.tensors))  # type: ignore[arg-type]
-        return cls(light, alike)
+        return cls(part and part.without_tensors(), alike)
 
 
 def _document(session: Session, told: list[_Told], step: int) -> Document:

@@ -16,7 +16,7 @@ COST_DESCRIPTIONS = {
     "measured": "op costs were measured on the device",
     "compiled": "op costs were measured on the device in compiled code",
 }
-WORDS = ("stage", "ranks", "modules")
+WORDS = ("stage", "ranks", "modules", "learns")
 """Columns of words; the others are numbers."""
 DISPENSABLE = ("out", "in", "work", "GFLOP", "end ms", "params", "ops", "weights", "grad+opt", "act x live", "modules")
 """Columns that a table that is too wide leaves out, in this order."""
@@ -88,6 +88,8 @@ def stage_row(decision: Decision, report: Report, s: int) -> dict[str, str]:
     row = {"stage": str(s), "ranks": _spans(stage.ranks) + _divided(stage), "ops": str(len(stage.ops))}
     if any(other.recompute for other in decision.stages):
         row["recomputed"] = str(sum(map(len, stage.recompute)))
+    if any(other.forward_only for other in decision.stages):
+        row["learns"] = "no" if stage.forward_only else "yes"
     if report.estimates:
         row |= _numbers(report.estimates[s])
     return row
@@ -147,6 +149,8 @@ def total_row(decision: Decision, report: Report) -> dict[str, str]:
 def footer(decision: Decision, report: Report, costs: str) -> list[str]:
     """Return the lines below the table: the whole decision, its step and bound, alternatives, notes."""
     lines = [_summary(decision)]
+    if any(stage.forward_only for stage in decision.stages):
+        lines.append("stages on which nothing learns are forward only: no backward, no gradients, no optimizer")
     if report.step_ns:
         lines.append(f"simulated, not measured: step {_ms(report.step_ns)} ms, bubble {report.bubble * 100:.1f} %")
     if report.optimality is not None:

@@ -14,6 +14,7 @@ from autopart.ir.errors import PlanError
 from autopart.ir.graph import Graph
 from autopart.ir.program import Edge, Program
 from autopart.ir.shares import division, same_windows
+from autopart.passes.program.learning import unsummed_stages
 from autopart.passes.program.linearize import linear_order
 from autopart.passes.program.orders import Shape
 from autopart.passes.program.schedules import find, worker_orders
@@ -42,6 +43,8 @@ def route(decision: Decision, graph: Graph, prologue: Collection[str] = ()) -> P
         shape.slices,
         divisions if any(each != division(each.count) for each in divisions) else (),
         owners=owner_stages(decision, graph),
+        forward_only=shape.forward_only,
+        unsummed=unsummed_stages(decision, graph) if find(decision.schedule).synchronous else (),
     )
     orders = tuple(worker_orders(find(decision.schedule), shape))
     order = linear_order(decision.schedule, orders, bare)

@@ -287,7 +287,8 @@ class StageCostTables:
         static = memory.static
         if not find(self.schedule).synchronous:
             static = static + self._older_versions(live) * self._by_length(self.space.chain.weights)
-        over = static + live * memory.held - place.memory_bytes
+        learns = by_length(self.space.may_learn, self.longest)
+        over = static + np.where(learns, live, 1) * memory.held - place.memory_bytes
         recompute_all = request.recompute == "all"
         if not recompute_all and not (over > 0).any():
             return None
@@ -295,7 +296,7 @@ class StageCostTables:
         freed = _freed_in_groups(live, memory)
         np.divide(over, freed, out=in_groups, where=freed > 0)
         if recompute_all:
-            return np.where(in_groups <= 1.0, 1.0, 2.0)
+            return np.where(learns, np.where(in_groups <= 1.0, 1.0, 2.0), np.where(over > 0, 2.0, 0.0))
         if not request.may_recompute:
             return np.where(over > 0, 2.0, 0.0)
         blocks = np.full(over.shape, 2.0)

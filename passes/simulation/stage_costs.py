@@ -6,7 +6,8 @@ Memory of a device of a stage with r equal replicas, where live is `schedules.in
     + copies of weights in another precision         under autocast, made once a step
     + live * (saved for the backward + received)     for the device's rows of a micro-batch, rows / r
     + workspace                                      largest of one op, and of one recomputed group
-    + MESSAGES_AHEAD * (received + sent)             messages under way, and receives posted ahead
+    + MESSAGES_AHEAD * (received + sent)             messages under way, and receives posted ahead; of a stage without
+                                                     a backward all that it sends in a step
     + half-precision gradients                       with replicas: they are summed in fp32 and rounded after the
                                                      step; only what exceeds activations, workspace and messages
     + (versions - 1) * weights                       asynchronous schedules (`Streaming.versions`)
@@ -309,7 +310,9 @@ def _estimate(context: StageContext, estimator: Estimator, ranks: Sequence[int])
     received, sent = part(context.in_bytes), part(context.out_bytes)
     activation_bytes = kept + received
     workspace = max([cost.scratch_bytes for cost in costed[0]], default=0) + group_bytes
-    buffers = MESSAGES_AHEAD * (received + sent)
+    # Nothing comes back that shows a stage that is forward only how far its readers are: it may be ahead of them.
+    under_way = -(-context.micros // divided.period) if stage.forward_only else MESSAGES_AHEAD
+    buffers = MESSAGES_AHEAD * received + max(MESSAGES_AHEAD, under_way) * sent
     weight_bytes = sum([cost.weight_bytes for cost in costed[0]])
     in_flight_bytes = context.in_flight_bytes(activation_bytes, weight_bytes)
     if len(stage.ranks) > 1:  # activations, workspace and messages are gone by then and make room

@@ -68,8 +68,8 @@ def free_ops(graph: Graph) -> frozenset[str]:
 
     A candidate changes nothing when it runs twice (`_repeatable`), reads only graph inputs and values of candidates,
     is cheap together with all it needs, and does not depend on inputs by way of a parameter: layers that are frozen
-    for a while are no constants, and stay in one stage.  It is free if it depends on no input, or its values are not smaller than
-    the inputs it depends on, or a free op reads it (a small link in the chain to a large mask).
+    for a while are no constants, and stay in one stage.  It is free if it depends on no input, or its values are not
+    smaller than the inputs it depends on, or a free op reads it (a small link in the chain to a large mask).
     O(reads + candidates * clones of an op).
     """
     index = {name: k for k, name in enumerate(graph.inputs)}

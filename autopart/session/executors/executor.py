@@ -355,7 +355,8 @@ class Executor:
         """Return the verified program for this number of micro-batches."""
         decision = of_micros(self._decision, micros)
         if self._train:
-            program = training_program(decision, self._graph, self._code.prologue, self._synced)
+            sharing = [s for s, stage in enumerate(self._context.placement.sharing) if stage.owners]
+            program = training_program(decision, self._graph, self._code.prologue, sharing, self._synced)
         else:
             program = evaluation_program(decision, self._graph)
         return program if self._world.carrier is None else check_messages(program)

@@ -87,11 +87,11 @@ def require_same_batch(digests: Sequence[float], ranks: Sequence[int]) -> BatchE
 
 
 def training_program(
-    decision: Decision, graph: Graph, prologue: Collection[str], statistics: tuple[int, ...]
+    decision: Decision, graph: Graph, prologue: Collection[str], sharing: Collection[int], statistics: tuple[int, ...]
 ) -> Program:
-    """Return the verified program of a training step.  prologue: as for `routing.route`.  statistics: stages whose
-    replicas share batch statistics.  Raises ProgramError, and RefusedError (`require_buffers_in_order`)."""
-    program = replace(route(decision, graph, prologue), statistics=statistics)
+    """Return the verified program of a training step.  prologue, sharing: as for `routing.route`.  statistics: stages
+    whose replicas share batch statistics.  Raises ProgramError, and RefusedError (`require_buffers_in_order`)."""
+    program = replace(route(decision, graph, prologue, sharing), statistics=statistics)
     check_program(program, decision.schedule)
     require_buffers_in_order(program, decision, graph)
     return program

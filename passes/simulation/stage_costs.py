@@ -310,9 +310,8 @@ def _estimate(context: StageContext, estimator: Estimator, ranks: Sequence[int])
     received, sent = part(context.in_bytes), part(context.out_bytes)
     activation_bytes = kept + received
     workspace = max([cost.scratch_bytes for cost in costed[0]], default=0) + group_bytes
-    # Nothing comes back that shows a stage that is forward only how far its readers are: it may be ahead of them.
-    under_way = -(-context.micros // divided.period) if stage.forward_only else MESSAGES_AHEAD
-    buffers = MESSAGES_AHEAD * received + max(MESSAGES_AHEAD, under_way) * sent
+    own_micros = -(-context.micros // divided.period)
+    buffers = MESSAGES_AHEAD * received + _sends_under_way(stage, own_micros) * sent
     weight_bytes = sum([cost.weight_bytes for cost in costed[0]])
     in_flight_bytes = context.in_flight_bytes(activation_bytes, weight_bytes)
     if len(stage.ranks) > 1:  # activations, workspace and messages are gone by then and make room
@@ -320,7 +319,6 @@ def _estimate(context: StageContext, estimator: Estimator, ranks: Sequence[int])
         buffers += max(0, rounded - in_flight_bytes - workspace - buffers)
     peak_bytes = weights + copies + state_bytes + in_flight_bytes + workspace + buffers
     if context.first:
-        own_micros = -(-context.micros // divided.period)
         peak_bytes += own_micros * part(sum(whole.values[name] for name in whole.graph.inputs))
     return Estimate(
         fwd_ns=max(sum([cost.fwd_ns for cost in costs]) for costs in costed) + copying_ns(received + sent, devices),
@@ -345,6 +343,14 @@ def _estimate(context: StageContext, estimator: Estimator, ranks: Sequence[int])
         weight_ns=max(sum([cost.weight_ns for cost in costs]) for costs in costed),
         weight_bytes=weight_bytes,
     )
+
+
+def _sends_under_way(stage: Stage, micros: int) -> int:
+    """Return how many messages of its kind a stage may have sent that are not received yet.
+
+    Nothing comes back that shows a stage without a backward how far its readers are: it may be ahead of them.
+    """
+    return max(micros, MESSAGES_AHEAD) if stage.forward_only else MESSAGES_AHEAD
 
 
 def redone_ns(group: Sequence[str], index: GraphIndex) -> int:

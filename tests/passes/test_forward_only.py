@@ -19,6 +19,7 @@ from autopart.ir.actions import ACTIONS, FORWARD
 from autopart.ir.decision import Decision, Stage, check_decision
 from autopart.ir.errors import PlanError, ProgramError
 from autopart.ir.graph import Graph
+from autopart.ir.program import MESSAGES_AHEAD
 from autopart.passes.ordering.pipeline import Pipeline
 from autopart.passes.program.learning import unsummed_stages, with_forward_only
 from autopart.passes.program.messages import check_messages
@@ -135,6 +136,27 @@ def test_a_stage_is_forward_only_where_no_trained_parameter_comes_before(
         assert sorted(map(str, program.order)) == sorted(
             str(a) for a in kept if a.kind != "R" or a.stage not in program.unsummed
         )
+
+
+@given(st.sampled_from(["gpipe", "1f1b", "1f1b-deep", "zb-h1"]), st.integers(2, 5), st.integers(1, 12), st.data())
+def test_a_frozen_stage_keeps_pace_with_the_next_one(
+    schedule: str, stages: int, micros: int, data: st.DataObject
+) -> None:
+    """What is sent and not read yet needs memory where messages are posted by the order of the program."""
+    text = "; ".join(f"v{s} +p{s} <- {f'v{s - 1}' if s else 'x'}" for s in range(stages))
+    g = frozen(graph(text), data.draw(st.integers(1, stages - 1)))
+    program = route(decided(g, " | ".join(f"v{s}" for s in range(stages)), schedule, micros), g)
+    for stage in program.forward_only:
+        way = [a.kind for a in program.order if str(a).startswith((f"{stage}SF", f"{stage + 1}F"))]
+        ahead = [way[: i + 1].count("SF") - way[: i + 1].count("F") for i in range(len(way))]
+        assert max(ahead) <= MESSAGES_AHEAD
+
+
+def test_a_stage_that_waits_for_a_later_reader_is_let_go() -> None:
+    """All micro-batches pass stage 1 before stage 3, which reads stage 0 too, begins: stage 0 cannot keep its pace."""
+    g = frozen(graph("a +p <- x; b +q <- a; c +r <- b; d +s <- c a"), 1)
+    decision = decided(g, "a | b | c | d", "gpipe", 6, (0, 1, 0, 1))
+    check_messages(check_program(route(decision, g), "gpipe"))
 
 
 # ---- planning ------------------------------------------------------------------------------------------------------

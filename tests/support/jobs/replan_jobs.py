@@ -172,6 +172,7 @@ def moved(dtype: torch.dtype) -> tuple[int, int]:
             pipe.step(batch(step).to(dtype))
             optimizer.step()
         freeze(pipe.model, [4], 0)
+        pipe.model.first.requires_grad_(False)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(placement, "move_tensors", counting)
             patch.setattr(carried, "move_tensors", counting)

@@ -40,7 +40,12 @@ PARTS = {
     ],
     "restarts": ["e2e/test_restarted_runs.py", "e2e/test_stops.py"],
     "compiled": ["e2e/test_compiled_stages.py"],
-    "freezing": ["e2e/test_freezing.py", "e2e/test_frozen_models.py", "passes/test_forward_only.py"],
+    "freezing": [
+        "e2e/test_freezing.py",
+        "e2e/test_frozen_models.py",
+        "e2e/test_kept_activations.py",
+        "passes/test_forward_only.py",
+    ],
     "constants": ["capture/test_silent_constants.py"],
     "scripts": ["e2e/test_random_scripts.py"],
     "rest": [

@@ -15,6 +15,7 @@ from autopart.ir.program import Program
 from autopart.options import Options
 from autopart.report.plan_table import stage_table
 from autopart.session.asynchronous.training import Training
+from autopart.session.kept.activations import AutoCache
 from autopart.session.pipe.state import PipeState
 from autopart.session.replanning.carried import carrying
 from autopart.session.replanning.replan import Replanned, replan, state_bytes_of
@@ -64,7 +65,13 @@ class PipePlan(PipeState):
         self.session.adopt(plan, self._preparing(optimizer))
         self._end_training("adopt")
 
-    def replan(self, optimizer: torch.optim.Optimizer | None = None, *, steps: int | None = None) -> Replanned:
+    def replan(
+        self,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        steps: int | None = None,
+        cache: AutoCache | None = None,
+    ) -> Replanned:
         """Plan anew for the model as it is, and go on under that plan if it pays.  Call it on every rank.
 
         For example after layers were frozen: they need no backward any more, so fewer stages and more replicas may be
@@ -74,13 +81,17 @@ class PipePlan(PipeState):
         with what the change takes: capturing, making stages, and moving weights and optimizer state, which is measured
         by sending a part of them.  Without it a plan is adopted if its simulated step is 2 % shorter.
 
+        cache: where the activations of frozen layers may be kept by sample, on the ranks that are given data; it holds
+        for later calls too.  If that pays, the plan begins behind the frozen layers, and `step(batch, samples=names)`
+        reads what they make of each sample instead of computing it.
+
         Returns what was found and done (`Replanned`); its `reason` says it in words.  Raises what `compile` and `adopt`
         raise; the pipe then goes on under its plan.
         """
         if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 0):
             raise UsageError(f"steps is {steps!r}", fix="pass how many training steps remain")
         sizes = state_bytes_of(optimizer, driven_names(self.session, self._placeholder))
-        found = replan(self.session, steps, sizes, self._preparing(optimizer))
+        found = replan(self.session, steps, sizes, self._preparing(optimizer), cache)
         if found.adopted:
             self._end_training("replan")
         return found

@@ -196,7 +196,7 @@ def test_one_of_two_hosts_is_preempted_and_the_run_goes_on_on_one(tmp_path: Path
     finally:
         for process in two:
             process.kill()  # the other torchrun waits 300 s for the one that has ended
-            process.wait()
+            process.communicate()
     assert printed[1].splitlines()[-1] == printed[2].splitlines()[-1] != f"saved after step {len(expected)}"
     rest, _ = (alone := torchrun("--standalone", words)).communicate(timeout=240)
     assert alone.returncode == 0, rest

@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
-from autopart.files.kept import read_kept, remove_oldest, write_kept
+from autopart.files.caches.kept import read_kept, remove_oldest, write_kept
 from autopart.files.limits import MOST_PLANS
 from autopart.files.plans import plan_from_json, plan_to_json
 from autopart.files.storage import cache_folder

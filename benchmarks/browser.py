@@ -45,8 +45,8 @@ class Page:
         assert path is not None, "no Chromium is installed"
         down_read, down_write = os.pipe()
         up_read, up_write = os.pipe()
-        # Chromium reads commands from descriptor 3 and answers on 4.
-        command = ["sh", "-c", f'exec 3<&{down_read} 4>&{up_write}; exec "$@"', "sh", path, *FLAGS]
+        # Chromium reads commands from descriptor 3 and answers on 4; other shells know no descriptor above 9.
+        command = ["bash", "-c", f'exec 3<&{down_read} 4>&{up_write}; exec "$@"', "bash", path, *FLAGS]
         command += [f"--user-data-dir={self._folder.name}", f"--window-size={width},{height}", "about:blank"]
         self._process = subprocess.Popen(
             command, pass_fds=(down_read, up_write), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -54,7 +54,11 @@ class Page:
         os.close(down_read)
         os.close(up_write)
         self._to, self._from = down_write, up_read
-        self._attach(width, height)
+        try:
+            self._attach(width, height)
+        except BaseException:
+            self.close()
+            raise
 
     def _attach(self, width: int, height: int) -> None:
         target = next(t for t in self("Target.getTargets")["targetInfos"] if t["type"] == "page")
@@ -146,6 +150,10 @@ class Page:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the browser."""
         self._process.kill()
         self._process.wait()
         os.close(self._to)

@@ -34,7 +34,9 @@ def test_the_picture_has_a_row_for_each_worker_of_both_steps(page: Page, plan: P
     assert page.run("autopartView.rows") == 2 * len({stage.ranks for stage in plan.stages})
     assert page.run("document.querySelectorAll('#stages tbody tr').length") == len(plan.stages)
     assert page.run("document.querySelectorAll('#legend li').length") >= 4
-    page.run("empty = Object.assign(document.createElement('canvas'), {width: picture.width, height: picture.height}); 1")
+    page.run(
+        "empty = Object.assign(document.createElement('canvas'), {width: picture.width, height: picture.height}); 1"
+    )
     assert page.run("picture.toDataURL().length / empty.toDataURL().length") > 2  # it is not empty
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from autopart.files import compiled_cache
+from autopart.files.caches import compiled_cache
 from autopart.files.caches.compiled_cache import CompiledProgram, find_program, keep_program, program_path
 from autopart.files.caches.kept import CacheWarning, write_kept
 

@@ -44,7 +44,7 @@ def keep_plan(key: str, plan: Plan) -> None:
 @lru_cache(maxsize=1)
 def planner_digest() -> str:
     """Return a digest of the code that makes plans: every source file below `ir` and `passes`."""
-    home = Path(__file__).resolve().parents[1]
+    home = Path(__file__).resolve().parents[2]
     return digest_of_sources(home / "ir", home / "passes")
 
 

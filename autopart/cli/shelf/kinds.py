@@ -96,7 +96,7 @@ def choose(library: ModuleType, architectures: tuple[str, ...], model_type: str)
     """Return the class to train, its kind, and a note if it is not the one that the file names.
 
     The first of the architectures that is trained as one of `KINDS`, else the first kind that the model_type has: the
-    file of a model without a head names a class that has no loss, and old files name classes that are gone.  Raises
+    file of a model without a head names a class that takes no labels, and old files name classes that are gone.  Raises
     UsageError if there is none.
     """
     tables = [(kind, classes(library, kind)) for kind in KINDS]
@@ -108,7 +108,7 @@ def choose(library: ModuleType, architectures: tuple[str, ...], model_type: str)
     if not first or _is_bare(library, first, model_type):
         for kind, table in tables:
             for name in table.get(model_type, ())[:1]:
-                note = f"{first} has no loss: planned as {name}, as its model_type {model_type!r} is trained"
+                note = f"{first} takes no labels: planned as {name}, as its model_type {model_type!r} is trained"
                 return name, kind, note if first else ""
     raise UsageError(
         f"{' or '.join(architectures) or f'model_type {model_type!r}'} is not trained in a way that is known here",

@@ -74,7 +74,7 @@ def _row(answer: Answer, column: str) -> dict[str, str]:
         "step": f"{found.step_s:.3g} s",
         f"{many}/s": f"{found.tokens_per_s or found.rows_per_s:,.0f}",
         "MFU": f"{found.mfu:.1%}",
-        "bubble": f"{answer.plan.report.bubble:.1%}",
+        "bubble": f"{answer.plan.outlook.bubble:.1%}",
         "memory GiB": f"{used} of {limit}",
         f"price of 1M {many}": price,
         "plan": _shape(answer.plan),
@@ -99,7 +99,7 @@ def _facts(answer: Answer) -> dict[str, object]:
     if found is None or plan is None:
         return facts
     return facts | asdict(found) | {
-        "bubble": plan.report.bubble,
+        "bubble": plan.outlook.bubble,
         "stages": len(plan.stages),
         "replicas": [len(stage.ranks) for stage in plan.stages],
         "micro_batches": len(plan.micro_rows),

@@ -83,7 +83,17 @@ def test_a_file_becomes_the_model_that_transformers_would_make_and_a_batch_with_
 
 
 def test_a_folder_is_planned_as_its_model_is(written, capsys):
-    words = ["plan", str(written({**LLAMA, "torch_dtype": None}).parent), "--rows", "8", "--tokens", "16", "--stages", "2", "--json"]
+    words = [
+        "plan",
+        str(written({**LLAMA, "torch_dtype": None}).parent),
+        "--rows",
+        "8",
+        "--tokens",
+        "16",
+        "--stages",
+        "2",
+        "--json",
+    ]
     with pytest.raises(SystemExit) as end:
         main([*words, "--cluster", "h100x8"])
     assert end.value.code == 0

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from autopart.ir.errors import ClusterError
 from autopart.launcher import launcher_variables, torchrun_line
-from autopart.runtime.activity import waiting
+from autopart.runtime.activity import current, waiting
 from autopart.runtime.group.breaking import break_group
 from autopart.runtime.group.carriers import CARRIERS, NcclCarrier
 from autopart.runtime.group.rendezvous import UNWATCHED
@@ -33,6 +33,8 @@ T = TypeVar("T")
 
 AUTO, NCCL, GLOO = "auto", "nccl", "gloo"
 _log = logging.getLogger("autopart")
+JOIN = -1
+"""Sent instead of the number of a signal by a rank that the launcher asked to stop, so that others can join."""
 PLANNING_TIMES = 10
 """Planning and capturing may take this many times `timeout=`, if that is given."""
 
@@ -254,7 +256,7 @@ class World:
     def begin_gathering(self, numbers: Sequence[float]) -> Callable[[], list[list[float]]]:
         """Send numbers to every rank, as many as each of them does; return a function that waits for those of all, by
         rank.  Collective."""
-        told = [*numbers, float(stop_signals.asked)]
+        told = [*numbers, float(stop_signals.asked or (JOIN if current().asked else 0))]
         if self.size == 1:
             return lambda: self._without_stop([told])
         mine = torch.tensor(told, dtype=torch.float64)
@@ -274,11 +276,10 @@ class World:
         if not self.stop_requested and any(number for _, number in asked):
             self.stop_requested = True
             if self.rank == 0:
-                rank, number = next(each for each in asked if each[1])
-                _log.warning(
-                    "rank %d got %s: pipe.stop_requested is True on all ranks; save and end the run (a second SIGTERM "
-                    "ends a process now)", rank, signal.Signals(number).name,
-                )  # fmt: skip
+                rank, number = max(asked, key=lambda each: each[1])
+                why = f"rank {rank} got {signal.Signals(number).name}" if number > 0 else "other ranks wait to join"
+                then = " (a second SIGTERM ends a process now)" if number > 0 else ""
+                _log.warning("%s: pipe.stop_requested is True on all ranks; save and end the run%s", why, then)
         return rows
 
     def gather_objects(self, content: T) -> list[T]:

@@ -48,7 +48,8 @@ class World:
     """The rank and device of this process, the number of ranks, and collectives.  With one rank no group is opened.
 
     stop_requested: whether a rank was asked to stop (`watch.stop_signals`).  Every exchange of numbers carries it, so
-    it becomes True on all ranks in the same one.
+    it becomes True on all ranks in the same one.  stepped: whether this rank has trained; before that it does not stop
+    so that others can join, since all would only start again.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class World:
         self._lease: int | None = None
         self._known: BaseException | None = None
         self._waiting = waiting()
-        self.stop_requested = self._catching = False
+        self.stop_requested = self.stepped = self._catching = False
         if kind == "cuda":
             require_devices(torch.cuda.device_count(), local_ranks(size), self.transport)
         if size > 1 or dist.is_initialized():
@@ -256,7 +257,7 @@ class World:
     def begin_gathering(self, numbers: Sequence[float]) -> Callable[[], list[list[float]]]:
         """Send numbers to every rank, as many as each of them does; return a function that waits for those of all, by
         rank.  Collective."""
-        told = [*numbers, float(stop_signals.asked or (JOIN if current().asked else 0))]
+        told = [*numbers, float(stop_signals.asked or (JOIN if self.stepped and current().asked else 0))]
         if self.size == 1:
             return lambda: self._without_stop([told])
         mine = torch.tensor(told, dtype=torch.float64)

@@ -113,6 +113,7 @@ class PipeState(ModuleSurface):
 
     def _mark_trained(self) -> None:
         _TRAINED[self.model] = self._number
+        self.session.world.stepped = True
 
     @property
     def _superseded(self) -> bool:

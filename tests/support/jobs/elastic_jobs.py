@@ -40,7 +40,6 @@ class Run:
     every: int = 3
     world: int = 4
     pause_s: float = 0.0
-    cluster: str | None = None
 
     def text(self) -> str:
         """Return it as the script takes it."""
@@ -49,7 +48,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Noted:
-    """A step that rank 0 kept, and how many ranks ran it.  at: time.time()."""
+    """A step that rank 0 kept, and how many ranks ran it.  at: time.time().  working: ranks that have a stage."""
 
     generation: int
     world: int
@@ -57,6 +56,13 @@ class Noted:
     loss: float
     samples: list[int]
     at: float
+    working: int
+
+
+def slow_cluster(world: int) -> autopart.Cluster:
+    """Return devices so slow that every rank is worth using for a small model; the first one has twice the speed."""
+    devices = tuple(autopart.Device("cpu", 2**30, rate, rate) for rate in (2 * 10**7, *[10**7] * (world - 1)))
+    return autopart.Cluster(devices, (autopart.Level(world, autopart.Link(1000, 10**9)),))
 
 
 def net() -> nn.Module:
@@ -91,7 +97,7 @@ def train(run: Run) -> tuple[int, int]:
     data = dataset()
     sample = data[:ROWS]
     options: dict[str, Any] = {"loss_fn": loss_of, "costs": "analytic"}
-    with autopart.compile(net(), run.cluster, sample=sample, **options) as pipe:
+    with autopart.compile(net(), slow_cluster(run.world), sample=sample, **options) as pipe:
         optimizer = optimizer_of(pipe.parameters())
         pipe.load(run.folder, optimizer, missing_ok=True)
         sampler = pipe.sampler(data, rows=ROWS, seed=5)
@@ -105,7 +111,8 @@ def train(run: Run) -> tuple[int, int]:
                 time.sleep(run.pause_s)
                 if rank == 0:
                     samples = [round(float(number) * SIZE) for number in y[:, -1]]
-                    _note(run, Noted(generation, world, pipe.steps, loss, samples, time.time()))
+                    working = len({rank for stage in pipe.plan.stages for rank in stage.ranks})
+                    _note(run, Noted(generation, world, pipe.steps, loss, samples, time.time(), working))
                 if pipe.steps % run.every == 0:
                     pipe.save(run.folder, optimizer, keep=2)
                 if _over(run, pipe, world):
@@ -123,13 +130,19 @@ def _note(run: Run, noted: Noted) -> None:
         log.write(json.dumps(dataclasses.asdict(noted)) + "\n")
 
 
+def every_step(folder: str) -> list[Noted]:
+    """Return all steps in the order in which they ran; those that a checkpoint does not have come again."""
+    whole = [line for line in Path(folder, "steps").read_text().split("\n")[:-1] if line.endswith("}")]
+    return [Noted(**json.loads(line)) for line in whole]
+
+
 def noted(folder: str) -> list[Noted]:
     """Return the steps of all generations in the order in which they ran, without those that were lost."""
-    kept: dict[int, Noted] = {}
-    for line in Path(folder, "steps").read_text().splitlines():
-        each = Noted(**json.loads(line))
-        kept = {step: before for step, before in kept.items() if step < each.step} | {each.step: each}
-    return list(kept.values())
+    kept: list[Noted] = []
+    for each in every_step(folder):
+        del kept[each.step - 1 :]
+        kept.append(each)
+    return kept
 
 
 def plainly(samples: list[list[int]]) -> Iterator[float]:
@@ -145,14 +158,15 @@ def plainly(samples: list[list[int]]) -> Iterator[float]:
         yield loss.item()
 
 
-def require_exact(steps: list[Noted]) -> None:
-    """Require that no step is missing, that losses are those of plain training, and that each sample came once in each
-    epoch that ended."""
+def largest_error(steps: list[Noted]) -> float:
+    """Return the largest relative difference between a loss and that of plain training on the same samples."""
+    plain = plainly([each.samples for each in steps])
+    return max(abs(each.loss / loss - 1) for each, loss in zip(steps, plain, strict=True))
+
+
+def require_each_sample_once(steps: list[Noted]) -> None:
+    """Require that no step is missing, and that each sample came once in each epoch that ended."""
     assert [each.step for each in steps] == list(range(1, len(steps) + 1))
-    expected = torch.tensor(list(plainly([each.samples for each in steps])), dtype=torch.float64)
-    torch.testing.assert_close(
-        torch.tensor([each.loss for each in steps], dtype=torch.float64), expected, rtol=1e-10, atol=0
-    )
     seen = [number for each in steps for number in each.samples]
     for first in range(0, len(seen) - SIZE + 1, SIZE):
         assert sorted(seen[first : first + SIZE]) == list(range(SIZE))

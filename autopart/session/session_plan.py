@@ -56,7 +56,7 @@ class SessionPlan:
     tied: first name of each tied tensor, by its other names.
     preparing_s, moving_s: seconds that capturing and making the stages, and moving tensors, took at the last change.
     spans: gets what this rank does in training steps, if it is a list.
-    last_shares: rows of each micro-batch of the last batch, and their shares in its loss.
+    last_shares: rows of each micro-batch of the last batch, and their shares in its loss.  last_executor: that ran it.
     flush: lets what asynchronous training has in flight come back, before any other call.
     """
 
@@ -77,6 +77,7 @@ class SessionPlan:
         self.spans: list[Span] | None = None
         self.tied: Mapping[str, str] = {}
         self.last_shares: tuple[tuple[int, ...], Shares] = ((), {})
+        self.last_executor: Executor | None = None
         self.flush: Callable[[], None] = lambda: None
         local, timeout_s = cluster.levels[0].size, options.timeout
         self.world = World(cluster.kind, cluster.world, local=local, timeout_s=timeout_s, transport=options.transport)
@@ -192,6 +193,16 @@ class SessionPlan:
     def graph(self) -> Graph:
         """The captured graph that was planned."""
         return self._captured.graph
+
+    @property
+    def last_captured(self) -> Captured:
+        """The capture of the last batch, at the size of its largest micro-batch; before the first one, the planned."""
+        return self._captured if self.last_executor is None else self.last_executor.planned
+
+    @property
+    def ran_as_planned(self) -> bool:
+        """Whether the last batch was like the one that the plan is for, and as large."""
+        return self.last_executor is self._training and self.last_shares[0] == self.plan.micro_rows
 
     @property
     def needing(self) -> tuple[int, ...]:

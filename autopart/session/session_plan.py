@@ -15,6 +15,7 @@ from autopart.capture.derive.reduction import BatchRule
 from autopart.capture.guards import check_autocast, tied_names
 from autopart.capture.trained import refuse_meta
 from autopart.ir.cluster import Cluster
+from autopart.ir.explain import summary
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program
@@ -27,6 +28,7 @@ from autopart.runtime.activity import patient, set_activity, set_rank_label
 from autopart.runtime.group.world import World
 from autopart.runtime.sums.shared_values import SharedValues
 from autopart.runtime.tensors import LocalTensors, broadcast_weights_if_different
+from autopart.runtime.watch.progress import tell
 from autopart.session.executors.executor import Executor, RankContext
 from autopart.session.executors.kinds import KnownKinds
 from autopart.session.placement import placement_of, relocate
@@ -99,11 +101,15 @@ class SessionPlan:
                     refuse_meta(self.captures.trained)
                     self._reader.prove(here=self.world.rank == 0)
                     self.tied = tied_names(self.captures.trained)
+                began = time.perf_counter()
                 planned = self._plan_together(self.options)
+                planning_s = time.perf_counter() - began - self.captures.seconds
                 set_activity("comparing weights")
                 broadcast_weights_if_different(self.world, planned.captured.tensors)
                 context = self._context_of(planned)
                 self._install(planned, context, self._executor_of(planned, context))
+                took = f"captured in {self.captures.seconds:.1f} s, planned in {max(0.0, planning_s):.1f} s"
+                tell(f"{took}: {summary(self.plan.decision)}{_predicted(self.plan)}")
         except BaseException:
             self.close()
             raise
@@ -283,3 +289,8 @@ class SessionPlan:
         """Leave the process group.  The model keeps the weights that this rank holds."""
         self._kinds.clear()
         self.world.close()
+
+
+def _predicted(plan: Plan) -> str:
+    """Return what a plan says of its step, as the end of a line."""
+    return f"; predicted step {plan.step_ns / 1e6:.1f} ms" if plan.step_ns else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +146,12 @@ def test_metrics_print_as_one_line() -> None:
         "step 3, loss 2.5, gradient norm 1.25, 200.0 ms (predicted 100.0), 4,000 tokens/s, 3 TFLOP/s, MFU 30.0%, "
         "bubble 20%, peak 2.00 GiB"
     )
+
+
+def test_the_page_of_metrics_shows_these_lines() -> None:
+    page = (Path(__file__).parents[2] / "docs/metrics.md").read_text()
+    assert f"```text\n{NUMBERS}\n```" in page and f"```text\n{drift_line(NUMBERS, planned())}\n```" in page
+    assert all(f"`{field.name}`" in page for field in fields(Metrics))
 
 
 def planned() -> Plan:

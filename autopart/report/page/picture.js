@@ -182,8 +182,7 @@
   function describe(px, py) {
     const [panel, row] = rowAt(px, py), at = ns(px);
     if (!row || px < LEFT || at > panel.step) return "";
-    const alike = row.ranks > 1 ? ", and " + (row.ranks - 1) + " equal replicas" : "";
-    const who = row.label.replace(/ \(.*/, "") + alike;
+    const who = row.label.replace(/ \(x(\d+)\)/, (all, ranks) => ", and " + (ranks - 1) + " equal replicas");
     if (memory && row.memory) {
       const held = row.memory.bytes[Math.max(0, firstAfter(row.memory.at, at) - 1)];
       return who + "\n" + time(at) + ": holds " + bytes(held) + (row.limit ? " of " + bytes(row.limit) : "") +

@@ -15,6 +15,7 @@ from support.languages.parts import parse_actions, parts_text
 from support.oracles.order_oracle import best_step_ns
 from support.oracles.planner_oracle import Kind, Problem, candidates, compare, problem, problems, says
 
+from autopart.files.plans import diff_plans
 from autopart.ir.actions import ACTIONS, FORWARD
 from autopart.ir.decision import Decision, Stage, check_decision
 from autopart.ir.errors import PlanError, ProgramError
@@ -244,6 +245,8 @@ def test_a_plan_with_frozen_layers_says_so() -> None:
     assert [stage.forward_only for stage in plan.stages] == [True, False]
     text = plan.explain()
     assert "learns" in text and "forward only" in text
+    decision = replace(plan.decision, stages=(replace(plan.stages[0], forward_only=False), plan.stages[1]))
+    assert "stage 0 is forward only: yes -> no" in diff_plans(plan, replace(plan, decision=decision))
     assert "learns" not in plan_of(layers(4, size=100), cluster(2), micros=8, stages=2, replicas=1).explain()
 
 

@@ -55,6 +55,12 @@ class Pipe(PipePlan):
         self.companions["data"] = self._position
         if sample is not None:
             self._bring_up(((sample,), {}))
+        elif first := captures.trained.without_values:  # an optimizer made before the first step would drive it
+            raise UsageError(
+                f"{first} is on the meta device, and compile was given no sample",
+                why="this rank's part of the model has to exist before an optimizer is made for it",
+                fix="pass sample=batch to compile, and weights=",
+            )
 
     def _bring_up(self, arguments: Arguments, *, sharded: bool = False) -> Session:
         session = Session(self._captures, self._cluster, self._options)

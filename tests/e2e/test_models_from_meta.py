@@ -1,0 +1,26 @@
+"""Models on the meta device: each rank makes its own part, and the step is that of the whole model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.jobs import meta_jobs as jobs
+
+TWO_STAGES = {"stages": 2, "micro_batches": 2}
+
+
+@pytest.mark.parametrize("source", ["files", "init"])
+def test_a_step_from_the_meta_device_equals_that_of_the_whole_model(pair, tmp_path, source):
+    whole, _ = jobs.llama()
+    whole.save_pretrained(tmp_path)
+    results = pair.run(jobs.stepped, jobs.llama, str(tmp_path) if source == "files" else "init", TWO_STAGES, 2)
+    expected = jobs.plain(jobs.llama, results[0]["state"])
+    for found in results:
+        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+        for name, gradient in expected["gradients"].items():
+            torch.testing.assert_close(found["gradients"][name], gradient, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(found["after"][name], expected["after"][name], rtol=1e-4, atol=1e-6)
+        assert all(torch.equal(buffer, expected["buffers"][name]) for name, buffer in found["buffers"].items())
+        if source == "files":
+            assert all(torch.equal(found["state"][name], value) for name, value in whole.state_dict().items())
+    assert any(found["buffers"] for found in results)

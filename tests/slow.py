@@ -26,6 +26,7 @@ PARTS = {
         "e2e/test_master_weights.py",
         "e2e/test_batch_statistics.py",
         "e2e/test_data.py",
+        "e2e/test_sampler.py",
         "session",
     ],
     "schedules": ["e2e/test_schedule_grid.py", "e2e/test_split_backward.py", "e2e/test_stages_per_rank.py"],

@@ -1,4 +1,4 @@
-"""The commands that run in this process alone: plan, explain, schedule, diff."""
+"""The commands that run in this process alone: plan, explain, report, schedule, diff."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from autopart.cli.model_loader import Subject, load_model
 from autopart.cli.output import Json, Progress, print_json, prints_results
 from autopart.files.plans import diff_plans, load_plan, plan_to_json, save_plan
 from autopart.files.schedule_csv import save_schedule_csv
+from autopart.files.traces import load_trace
 from autopart.ir.errors import UsageError
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan
@@ -20,6 +21,7 @@ from autopart.ir.timeline import Timeline
 from autopart.options import Options, read_options
 from autopart.passes.program.schedules import find
 from autopart.planning.schedule_files import schedule_text
+from autopart.report.page.page import write_page
 from autopart.report.plan_facts import plan_facts
 from autopart.report.plan_table import stage_table, terminal_width
 from autopart.report.text_timeline import timeline_text
@@ -88,6 +90,22 @@ def explain(
     else:
         typer.echo(stage_table(found, graph))
     _write_trace(step, found, trace)
+
+
+def report(
+    plan: PlanPath,
+    out: Annotated[Path | None, typer.Option(help="Write it here; without it beside the plan, as .html")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="A measured step, written by save_trace as .json, to show beside it")
+    ] = None,
+) -> None:
+    """Write a plan file as one HTML page: stages, the simulated step, memory, and the plans that lost."""
+    if not prints_results():
+        return
+    found = load_plan(plan)
+    measured = load_trace(trace) if trace is not None else None
+    path = write_page(found, out or plan.with_suffix(".html"), measured=measured, title=f"autopart: {plan.stem}")
+    typer.echo(f"report written to {path}")
 
 
 def schedule(

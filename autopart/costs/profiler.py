@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from autopart.capture import Captured
 from autopart.capture.trace.grouped_products import kernel_of
 from autopart.costs.measure import clocked, environment, made_up, wait_for
-from autopart.files.cost_cache import OpTimes, keep_times, read_times
+from autopart.files.caches.cost_cache import OpTimes, keep_times, read_times
 from autopart.ir.cluster import Device
 from autopart.ir.graph import Graph
 from autopart.passes.ops.analytic_costs import analytic_costs

@@ -129,8 +129,8 @@ class Pipe(PipePlan):
         all stages have then made the updates of all batches.
 
         With r replicas that take batches in turn a stage makes one update for r batches, with the mean of their
-        gradients.  docs/guide.md has the versions that batches use.  Raises UsageError and RefusedError for what cannot
-        be trained like this, before the first batch; while running what `step` raises.
+        gradients.  docs/asynchronous_training.md says which versions of the weights batches use.  Raises UsageError and
+        RefusedError for what cannot be trained like this, before the first batch; while running what `step` raises.
 
         `train()` and `train(mode)` with a bool set the training flags of the model on this rank.
         """

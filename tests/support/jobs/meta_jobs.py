@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,49 +10,83 @@ from torch import nn
 
 import autopart
 
-IDS = torch.randint(64, (8, 6), generator=torch.Generator().manual_seed(0))
+ROWS = 8
 
 
-def llama() -> tuple[nn.Module, dict[str, Any]]:
-    """Return a small Llama with tied embeddings, and a batch."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def built(name: str) -> tuple[nn.Module, dict[str, Any]]:
+    """Return a model of the zoo, without dropout, and its batch."""
+    from support.models.zoo import CASES
 
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, tie_word_embeddings=True,
-    )  # fmt: skip
-    return LlamaForCausalLM(config), {"input_ids": IDS, "labels": IDS, "use_cache": False}
+    case = CASES[name]
+    return case.model(), case.data(ROWS)
 
 
-def on_meta(build: Callable[[], tuple[nn.Module, dict[str, Any]]]) -> tuple[nn.Module, dict[str, Any]]:
-    """Return what `build` returns, the model without values."""
+def on_meta(name: str) -> tuple[nn.Module, dict[str, Any]]:
+    """Return the same model without values, and its batch."""
     with torch.device("meta"):
-        model = build()[0]
+        model = built(name)[0]
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    return model, build()[1]
+    return model, built(name)[1]
 
 
-def stepped(build: Callable[[], Any], weights: str, options: Mapping[str, Any], world: int) -> dict[str, Any]:
-    """Take a training step of a model from the meta device; returns the loss, the gradients, the state before and after
-    a step of the optimizer, and this rank's buffers."""
-    model, batch = on_meta(build)
+def stepped(
+    name: str,
+    weights: str,
+    options: Mapping[str, Any],
+    world: int,
+    folder: str = "",
+    other: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Take training steps of a model from the meta device.
+
+    Returns the loss and the gradients of the first, the state before it and after the optimizer's step, and this rank's
+    buffers at first.  folder: where the pipe is saved after it.  other: options of a plan that a second step runs under,
+    after which `again` is the loss of a third."""
+    model, batch = on_meta(name)
     with autopart.compile(model, f"cpu:{world}", sample=batch, weights=weights, cache=False, **options) as pipe:
         state, buffers = pipe.state_dict(), {name: buffer.clone() for name, buffer in pipe.named_buffers()}
         loss, gradients = float(pipe.step(batch)), pipe.gradients()
-        torch.optim.SGD(pipe.parameters(), lr=0.1).step()
-        after = pipe.state_dict()
-    assert all(tensor.is_meta for tensor in model.parameters() if id(tensor))
-    return {"loss": loss, "gradients": gradients, "state": state, "buffers": buffers, "after": after}
-
-
-def plain(build: Callable[[], Any], state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Take the same step of the whole model with the values of a state, in one process."""
-    model, batch = build()
-    model.load_state_dict(dict(state))
-    loss = model(**batch).loss
-    loss.backward()
-    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
+        optimizer.step()
+        after, again = pipe.state_dict(), 0.0
+        if folder:
+            pipe.save(folder, optimizer)
+        if other is not None:
+            pipe.adopt(autopart.plan(built(name)[0], f"cpu:{world}", sample=batch, **other), optimizer)
+            optimizer.zero_grad()
+            pipe.step(batch)
+            optimizer.step()
+            again = float(pipe.eval_loss(batch))
+    assert all(tensor.is_meta for tensor in model.parameters() if tensor.numel()) or not buffers
     return {
-        "loss": loss.item(), "gradients": gradients, "after": model.state_dict(), "buffers": dict(model.named_buffers())
+        "loss": loss, "gradients": gradients, "state": state, "buffers": buffers, "after": after, "again": again
     }  # fmt: skip
+
+
+def plain(name: str, state: Mapping[str, torch.Tensor], micros: int = 1) -> dict[str, Any]:
+    """Take the same steps of the whole model with the values of a state, in one process, over so many micro-batches
+    where batch statistics couple the rows."""
+    model, batch = built(name)
+    model.load_state_dict(dict(state))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+    def step() -> float:
+        optimizer.zero_grad()
+        total = 0.0
+        for micro in range(micros):
+            part = {k: v.chunk(micros)[micro] if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+            loss = model(**part).loss / micros
+            loss.backward()
+            total += loss.item()
+        return total
+
+    loss = step()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    optimizer.step()
+    after = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    step()
+    optimizer.step()
+    with torch.no_grad():
+        again = model.eval()(**batch).loss.item()
+    return {"loss": loss, "gradients": gradients, "after": after, "buffers": buffers, "again": again}

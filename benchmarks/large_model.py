@@ -2,10 +2,10 @@
 
 A Llama of 4.2 GB (20 layers of width 2,048, fp32) on two Gloo ranks, each limited to 3.2 GB of private memory
 (RLIMIT_DATA).  Its weights lie in a Hugging Face folder.  Norms and the head are trained, so that gradients flow
-through both stages and Adam's state fits beside the frozen weights.  Asked: building the model whole fails under that limit;
-the ranks compile it from the meta device, train and save; the losses are those of the whole model, trained without a
-limit; the peak of the host memory of a rank (VmHWM: also libraries and pages of files) is at most 1.15 times its share
-+ 600 MB.  Its share: the weights that it holds, gradients, and the optimizer's state.
+through both stages and Adam's state fits beside the frozen weights.  Asked: building the model whole fails under that
+limit; the ranks compile it from the meta device, train and save; the losses are those of the whole model, trained
+without a limit; the peak of the host memory of a rank (VmHWM: also libraries and pages of files) is at most 1.15 times
+its share + 600 MB.  Its share: the weights that it holds, gradients, and the optimizer's state.
 
     python benchmarks/large_model.py                3 minutes on 2 cores, 15 GB; writes results/large_model.json
     python benchmarks/large_model.py --layers 2     small, without the failure; writes nothing

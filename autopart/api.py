@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from inspect import cleandoc
 from typing import Any, TypeVar, Unpack
 
@@ -12,17 +13,19 @@ import torch
 from torch import nn
 
 from autopart.capture import CaptureCache
+from autopart.capture.derive.token_axis import sequence_length
 from autopart.capture.trace.export import LossFn
 from autopart.costs.sources import CostSource, register_cost_source
 from autopart.files.clusters import parse_cluster
 from autopart.ir.cluster import Cluster
-from autopart.ir.errors import UsageError, short_errors
+from autopart.ir.errors import PlanError, RefusedError, UsageError, short_errors
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan
 from autopart.ir.timeline import Timeline
 from autopart.options import OptimizerLike, Options, OptionsDict, PlanLike, read_options, read_value
-from autopart.planning.make import make_plan
+from autopart.planning.make import make_plan, precision_of, read_plan
 from autopart.planning.simulated import simulate_plan
+from autopart.report.comparison import Answer
 from autopart.runtime.launch.local import launch as _launch
 from autopart.session.code.compiled_costs import compiled_costs
 from autopart.session.compare import Verification, verify_step
@@ -170,6 +173,27 @@ def simulated(model: nn.Module, cluster: ClusterLike, sample: Any, options: Opti
     made = make_plan(captures, batch, machines, options, to_run=False)
     step = simulate_plan(made.plan, made.captured, captures, batch, machines, options)
     return made.plan, made.captured.graph, step
+
+
+def answered(model: nn.Module, sample: Any, questions: Iterable[tuple[str, ClusterLike, Options]]) -> Iterator[Answer]:
+    """Yield the plan for each question (name, cluster, options), captured once for each precision and kind of device.
+
+    A question that has no plan is answered with the reason.  Raises CaptureError, and ClusterError for a cluster that
+    cannot be read.
+    """
+    known: dict[tuple[str, str], CaptureCache] = {}
+    for name, cluster, options in questions:
+        machines = _cluster(cluster)
+        kind = precision_of(options, read_plan(options)), machines.kind
+        captures = known.setdefault(kind, CaptureCache(model, options.loss_fn))
+        batch = PaddingReader(captures, options).read(_given(sample, "plan"))
+        answer = Answer(name, machines, sequence_length(batch))
+        try:
+            made = make_plan(captures, batch, machines, options, to_run=False)
+        except (PlanError, UsageError, RefusedError) as error:
+            yield replace(answer, refused=error)
+        else:
+            yield replace(answer, plan=made.plan, graph=made.captured.graph)
 
 
 def _given(sample: Any, what: str) -> Any:

@@ -60,7 +60,7 @@ def test_a_command_prints_what_is_shown(block: Block, answers: dict[str, list[st
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
 def test_every_block_has_a_known_language(document: Path) -> None:
     fences = re.findall(r"^```(.*)$", document.read_text(), re.MULTILINE)
-    assert set(fences[::2]) <= {"python", "yaml", "bash", "console", "console varies", "text", "diff"} and set(
+    assert set(fences[::2]) <= {"python", "yaml", "json", "bash", "console", "console varies", "text", "diff"} and set(
         fences[1::2]
     ) <= {""}
     for block in blocks(document):

@@ -4,7 +4,7 @@
 
 A row of a table that begins with a file of benchmarks/results/ and a name in it ends with its median and quartiles.
 A block marked `console` holds commands after "$ " and their exact output. In one marked `console varies` the numbers
-depend on the machine. A file named right before a `python` or `yaml` block exists when commands run.
+depend on the machine. A file named right before a `python`, `yaml` or `json` block exists when commands run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from autopart.cli.main import main
 ROOT = Path(__file__).parents[3]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 _BLOCK = re.compile(r"^```(\w+)?( varies)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_FILE = re.compile(r"`(\w+\.(?:py|yaml))`[^`]*\n+```(?:python|yaml)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_FILE = re.compile(r"`(\w+\.(?:py|yaml|json))`[^`]*\n+```(?:python|yaml|json)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MEASURED = re.compile(r"^\| `(\w+)\.json` \| ([^|]+) \|[^|]*\|[^|]*\|$", re.MULTILINE)
 _PROGRESS = re.compile(r" *\d+\.\d s  ")
 _PATH = re.compile(r"\b\w+(?:\.\w+)*\.[a-zA-Z_]\w*")

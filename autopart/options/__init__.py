@@ -133,9 +133,6 @@ class Options:
         loss_reduction  how the losses of rows combine: "auto" derives it; "mean", "sum", "token-mean" are checked
         non_finite      what a step does when a gradient is infinite or NaN on any rank: "skip" adds nothing and sets
                         `Pipe.skipped`, "raise" raises NonFiniteError, "auto" skips in fp16 and otherwise does not check
-        weights         values of a model that was built on the meta device, of which each rank makes its own part:
-                        a safetensors file, a folder of them, or a checkpoint; "init" runs the model's own
-                        initialisation with seed=
         seed            seed of dropout, and of weights="init"
         timeout         seconds that a rank waits for another one before it fails and names that rank; capture and
                         planning do not count; None is AUTOPART_TIMEOUT_S, else 600
@@ -145,6 +142,9 @@ class Options:
                         compiler for CPUs, Triton for CUDA), and what cannot be compiled runs eagerly, with a warning;
                         "auto", which compiles where steps= pays for it
         steps           number of optimizer steps that are to come, for backend="auto"; None is unknown: eager
+        weights         values of a model that was built on the meta device, of which each rank makes its own part:
+                        a safetensors file, a folder of them, or a checkpoint; "init" runs the model's own
+                        initialisation with seed=
         pad_to          lengths to the next of which sequences are padded: pad_to=(128, 256, 512)
         pad_with        fillers for keys of the batch that are not usual ones: {key: number, or None to leave it}
     """

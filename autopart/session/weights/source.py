@@ -8,7 +8,7 @@ import torch
 
 from autopart.capture.guards import tied_names
 from autopart.capture.trained import Trained
-from autopart.ir.errors import UsageError
+from autopart.ir.errors import RefusedError, UsageError
 from autopart.session.weights.initial import initial_values, require_initialiser
 from autopart.session.weights.stored import StoredValues
 
@@ -25,6 +25,7 @@ class Weights:
     def __init__(self, model: Trained, weights: str, seed: int) -> None:
         """Check that there is a value for every tensor.  Reads headers of files, and runs initialisations without
         memory.  Raises CheckpointError and RefusedError, which name the tensor."""
+        _require_registered(model)
         self._model, self._seed = model, seed
         every = {name: t for pairs in (model.named_parameters(), model.named_buffers()) for name, t in pairs}
         self.wanted = {name: tensor for name, tensor in every.items() if tensor.is_meta}
@@ -46,6 +47,21 @@ class Weights:
         if self._stored is not None:
             made |= self._stored.values({n: t for n, t in wanted.items() if n not in own}, device)
         return made
+
+
+def _require_registered(model: Trained) -> None:
+    """Raise RefusedError for a tensor on the meta device that no list of the model has."""
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                raise RefusedError(
+                    f"{name}.{key} is a tensor on the meta device, and neither a parameter nor a buffer".removeprefix(
+                        "."
+                    ),
+                    why="nothing says what its value is",
+                    fix=f'build it with values (device="cpu"), or make it a buffer, register_buffer("{key}", ...), that '
+                    f"reset_parameters() of {type(module).__name__} sets",
+                )
 
 
 def weights_for(model: Trained, weights: str | None, seed: int) -> Weights | None:

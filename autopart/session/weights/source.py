@@ -59,8 +59,8 @@ def _require_registered(model: Trained) -> None:
                         "."
                     ),
                     why="nothing says what its value is",
-                    fix=f'build it with values (device="cpu"), or make it a buffer, register_buffer("{key}", ...), that '
-                    f"reset_parameters() of {type(module).__name__} sets",
+                    fix=f'build it with values (device="cpu"), or register_buffer("{key}", ...) and let reset_parameters() '
+                    f"of {type(module).__name__} set it",
                 )
 
 

@@ -59,8 +59,8 @@ def _require_registered(model: Trained) -> None:
                         "."
                     ),
                     why="nothing says what its value is",
-                    fix=f'build it with values (device="cpu"), or register_buffer("{key}", ...) and let reset_parameters() '
-                    f"of {type(module).__name__} set it",
+                    fix=f'build it with values (device="cpu"), or register_buffer("{key}", ...) and set it in '
+                    f"{type(module).__name__}.reset_parameters()",
                 )
 
 

@@ -115,6 +115,7 @@ def simulate(
     return simulated(model, cluster, sample, options)[2]
 
 
+@short_errors
 def launch(
     fn: Callable[..., Any],
     cluster: ClusterLike = None,

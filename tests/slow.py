@@ -39,7 +39,7 @@ PARTS = {
         "e2e/test_soak.py",
         "runtime",
     ],
-    "restarts": ["e2e/test_restarted_runs.py", "e2e/test_stops.py"],
+    "restarts": ["e2e/test_restarted_runs.py", "e2e/test_stops.py", "e2e/test_long_runs.py"],
     "compiled": ["e2e/test_compiled_stages.py"],
     "constants": ["capture/test_silent_constants.py"],
     "scripts": ["e2e/test_random_scripts.py"],

@@ -21,7 +21,7 @@ CODE = [p for p in SOURCES if not p.is_relative_to(ROOT / "autopart/passes")]
 CODE = [p for p in CODE if not p.is_relative_to(ROOT / "autopart/runtime")]
 EVERYTHING = [*CODE, *sorted((ROOT / "tests").glob("**/*.py")), *sorted((ROOT / "benchmarks").glob("**/*.py"))]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-FILE_LINES, FUNCTION_LINES, EXPORTS = 400, 60, 33
+FILE_LINES, FUNCTION_LINES, EXPORTS = 400, 60, 34
 
 
 def _name(path: Path) -> str:

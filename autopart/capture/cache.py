@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -37,6 +38,7 @@ class CaptureCache:
     autocast: the region that the model and its loss run in (`run_in`).  trained: the model, and a loss function that
     has parameters.  version: a digest of all changes that were seen, and the last ones in words; equal on ranks whose
     models changed alike.  kept: the captures.  made: captures since the start, also those that are forgotten.
+    seconds: that they took.
     """
 
     def __init__(self, model: nn.Module, loss_fn: LossFn | None = None) -> None:
@@ -48,6 +50,7 @@ class CaptureCache:
         self.values_come = False
         self.version = ""
         self.made = 0
+        self.seconds = 0.0
         self._loss_fn = loss_fn
         self._observed = Observed()
         self._flags: dict[nn.Module, bool] = {}
@@ -75,11 +78,13 @@ class CaptureCache:
         key = (mode, size, batch.signature())
         captured = self.kept.get(key)
         if captured is None:
+            began, known = time.perf_counter(), self.seconds
             captured = capture(
                 self.model, batch, size=size, loss_fn=self._loss_fn, mode=mode,
                 whole=lambda: self(batch, Size(batch.rows or 1), mode), autocast=self.autocast,
                 values_come=self.values_come,
             )  # fmt: skip
+            self.seconds = known + time.perf_counter() - began  # with the captures that this one asked for
             self._tensors = self._tensors or tensors_of(self.trained)
             if captured.questions is not None:
                 answers = captured.questions.answers

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections import Counter
 from collections.abc import Container, Sequence
 from itertools import groupby
@@ -24,10 +26,15 @@ WIDTH = 100
 """Characters of a line if the width of the terminal is unknown."""
 
 
+def terminal_width() -> int:
+    """Return the characters of a line of the terminal; `WIDTH` where there is none."""
+    return shutil.get_terminal_size((WIDTH, 0)).columns if sys.stdout.isatty() else WIDTH
+
+
 def explain(decision: Decision, outlook: Outlook, costs: str) -> str:
     """Return decision and outlook as plain text; `Plan.explain` says what the columns mean."""
     rows = [stage_row(decision, outlook, s) for s in range(len(decision.stages))]
-    lines = fitting_lines(stage_grid(rows, total_row(decision, outlook)), WIDTH)
+    lines = fitting_lines(stage_grid(rows, total_row(decision, outlook)), terminal_width())
     return "\n".join([*lines, *footer(decision, outlook, costs)]) + "\n"
 
 

@@ -17,6 +17,7 @@ from autopart.capture.batch.batch import Batch
 from autopart.capture.derive.reduction import BatchRule
 from autopart.capture.guards import check_autocast, tied_names
 from autopart.ir.cluster import Cluster
+from autopart.ir.explain import summary
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program
@@ -36,6 +37,7 @@ from autopart.runtime.tensors import (
     require_equal_values,
     without_values,
 )
+from autopart.runtime.watch.progress import tell
 from autopart.session.executors.executor import Executor, RankContext
 from autopart.session.executors.kinds import KnownKinds
 from autopart.session.placement import placement_of, relocate
@@ -66,7 +68,7 @@ class SessionPlan:
     tied: first name of each tied tensor, by its other names.
     preparing_s, moving_s: seconds that capturing and making the stages, and moving tensors, took at the last change.
     spans: gets what this rank does in training steps, if it is a list.
-    last_shares: rows of each micro-batch of the last batch, and their shares in its loss.
+    last_shares: rows of each micro-batch of the last batch, and their shares in its loss.  last_executor: that ran it.
     flush: lets what asynchronous training has in flight come back, before any other call.
     """
 
@@ -87,6 +89,7 @@ class SessionPlan:
         self.spans: list[Span] | None = None
         self.tied: Mapping[str, str] = {}
         self.last_shares: tuple[tuple[int, ...], Shares] = ((), {})
+        self.last_executor: Executor | None = None
         self.flush: Callable[[], None] = lambda: None
         local, timeout_s = cluster.levels[0].size, options.timeout
         self.world = World(cluster.kind, cluster.world, local=local, timeout_s=timeout_s, transport=options.transport)
@@ -108,7 +111,9 @@ class SessionPlan:
                     self._reader.prove(here=self.world.rank == 0)
                     self.tied = tied_names(self.captures.trained)
                     weights = weights_for(self.captures.trained, self.options.weights, self.options.seed)
+                began = time.perf_counter()
                 planned = self._plan_together(self.options)
+                planning_s = time.perf_counter() - began - self.captures.seconds
                 set_activity("comparing weights")
                 broadcast_weights_if_different(self.world, planned.captured.tensors)
                 device = self.world.device
@@ -118,6 +123,8 @@ class SessionPlan:
                 if weights is not None:
                     self._complete(weights, context)
                 self._install(planned, context, executor)
+                took = f"captured in {self.captures.seconds:.1f} s, planned in {max(0.0, planning_s):.1f} s"
+                tell(f"{took}: {summary(self.plan.decision)}{_predicted(self.plan)}")
         except BaseException:
             self.close()
             raise
@@ -228,6 +235,16 @@ class SessionPlan:
         return self._captured.graph
 
     @property
+    def last_captured(self) -> Captured:
+        """The capture of the last batch, at the size of its largest micro-batch; before the first one, the planned."""
+        return self._captured if self.last_executor is None else self.last_executor.planned
+
+    @property
+    def ran_as_planned(self) -> bool:
+        """Whether the last batch was like the one that the plan is for, and as large."""
+        return self.last_executor is self._training and self.last_shares[0] == self.plan.micro_rows
+
+    @property
     def needing(self) -> tuple[int, ...]:
         """The ranks that need the batch of a training step, in the order of its shards; other calls need the first."""
         return self.plan.stages[0].ranks
@@ -306,3 +323,8 @@ class SessionPlan:
         """Leave the process group.  The model keeps the weights that this rank holds."""
         self._kinds.clear()
         self.world.close()
+
+
+def _predicted(plan: Plan) -> str:
+    """Return what a plan says of its step, as the end of a line."""
+    return f"; predicted step {plan.step_ns / 1e6:.1f} ms" if plan.step_ns else ""

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from autopart.ir.errors import ClusterError
+from autopart.ir.errors import AutopartError, ClusterError
 from autopart.launcher import launcher_variables, torchrun_line
 from autopart.runtime.activity import waiting
 from autopart.runtime.group.breaking import break_group
@@ -219,6 +219,8 @@ class World:
     def known(self, error: E) -> E:
         """Mark an error that all ranks raise, so that none has to be told, and return it."""
         self._known = error
+        if isinstance(error, AutopartError):
+            error.everywhere = True
         return error
 
     def is_known(self, error: BaseException) -> bool:

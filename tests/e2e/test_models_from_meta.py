@@ -5,6 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from support.jobs import meta_jobs as jobs
+from support.models.zoo import CASES
+
+from autopart.capture.trained import Trained
+from autopart.session.weights.initial import initial_values
 
 TWO_STAGES = {"stages": 2, "micro_batches": 2}
 
@@ -24,3 +28,22 @@ def test_a_step_from_the_meta_device_equals_that_of_the_whole_model(pair, tmp_pa
         if source == "files":
             assert all(torch.equal(found["state"][name], value) for name, value in whole.state_dict().items())
     assert any(found["buffers"] for found in results)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_initialisation_of_a_model_is_its_own(name):
+    whole = CASES[name].model()
+    with torch.device("meta"):
+        model = Trained(CASES[name].model())
+    wanted = {name: t for pairs in (model.named_parameters(), model.named_buffers()) for name, t in pairs}
+    made = initial_values(model, wanted, 0, torch.device("cpu"))
+    half = initial_values(model, {name: wanted[name] for name in list(wanted)[::2]}, 0, torch.device("cpu"))
+    assert all(torch.equal(made[name], value) for name, value in half.items())
+    for name, buffer in whole.named_buffers():
+        assert torch.equal(made[name], buffer), name
+    for name, parameter in whole.named_parameters():
+        found, expected = made[name].detach(), parameter.detach()
+        if expected.numel() == 1 or not expected.std():
+            assert torch.equal(found, expected), name
+        elif expected.numel() > 100:
+            assert 0.8 < float(found.std() / expected.std()) < 1.25, name

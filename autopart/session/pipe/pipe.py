@@ -5,10 +5,8 @@ Methods that move data between ranks are collective: call them on all ranks, in 
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,12 +16,11 @@ import torch
 from autopart.capture import CaptureCache
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import CheckpointError, UsageError
-from autopart.ir.timeline import Span, Timeline
+from autopart.ir.timeline import Timeline
 from autopart.options import Options
-from autopart.runtime.group.world import World
 from autopart.session.asynchronous.limits import refuse_in_training, require_stream
 from autopart.session.asynchronous.training import Training
-from autopart.session.pipe.plan import PipePlan
+from autopart.session.pipe.measured import PipeMeasured, gathered
 from autopart.session.session import Session
 from autopart.session.state.checkpoints.saver import Around, HasState, Request, Saver, require_folder
 from autopart.session.state.misuse_guards import short_tracebacks, watch_optimizers, without_backward
@@ -35,7 +32,7 @@ from autopart.session.step.parts import micro_cut
 
 
 @short_tracebacks
-class Pipe(PipePlan):
+class Pipe(PipeMeasured):
     """A planned, running training pipeline; made by `autopart.compile`.
 
     With a sample it is planned at once, without one at the first `step`.  It is a context manager; `close` ends it.
@@ -48,7 +45,6 @@ class Pipe(PipePlan):
 
     def __init__(self, captures: CaptureCache, cluster: Cluster, options: Options, sample: Any = None) -> None:
         super().__init__(captures, cluster, options)
-        self._skipped_in_a_row = 0
         self._unwatch: Callable[[], None] = lambda: None
         self._saver = Saver()
         self._position = DataPosition()
@@ -96,9 +92,11 @@ class Pipe(PipePlan):
         scaler, how = self.scaler, self._options.non_finite
         known = 1.0 if scaler is None else scaler.scale
         unscaled = known if scaler is not None or how != "auto" else None
-        loss, overflow = session.loss(
-            "step", (args, kwargs), self._steps, sharded=sharded, scale=known * factor, unscaled=unscaled
-        )
+        with self._meter.step(session):
+            loss, overflow = session.loss(
+                "step", (args, kwargs), self._steps, sharded=sharded, scale=known * factor, unscaled=unscaled
+            )
+        self._meter.loss = loss
         self._steps += 1
         self._position.advance()
         self._mark_trained()
@@ -255,7 +253,9 @@ class Pipe(PipePlan):
         with self.traced() as spans:
             self.step(*args, sharded=sharded, **kwargs)
         with self.session.call("timeline") as session:
-            return _gathered(session.world, spans)
+            found = gathered(session.world, spans)
+        self._meter.timeline = session.plan, found
+        return found
 
     @property
     def needs_data(self) -> bool:
@@ -304,22 +304,6 @@ class Pipe(PipePlan):
         """The number of ranks."""
         return self._cluster.world
 
-    @contextlib.contextmanager
-    def traced(self) -> Iterator[list[Span]]:
-        """Record what this rank does in the training steps of the body; in `train` micro-batches and times count on
-        from one flush to the next."""
-        session = self.session
-        session.spans = []
-        try:
-            yield session.spans
-        finally:
-            session.spans = None
-
-    @property
-    def skipped(self) -> bool:
-        """Whether the last step added no gradients, because some on any rank were not finite."""
-        return self._skipped_in_a_row > 0
-
     # -- ending --------------------------------------------------------------------------------------------------
 
     def close(self, *, sync: bool = True) -> None:
@@ -366,10 +350,3 @@ def _stepped(optimizer: Any, scheduler: Any) -> None:
     optimizer.step()
     if scheduler is not None:
         scheduler.step()
-
-
-def _gathered(world: World, mine: list[Span]) -> Timeline:
-    """Return the spans of all ranks, in order of start.  Collective, O(spans).  Each rank counts from its own start of
-    the step, right after the ranks have compared their batches, so times of ranks differ by at most one exchange."""
-    spans = itertools.chain.from_iterable(world.gather_objects(mine))
-    return Timeline(tuple(sorted(spans, key=lambda span: (span.start_ns, span.rank))))

@@ -54,6 +54,8 @@ class PipeState(ModuleSurface):
         self._session: Session | None = None
         self._placeholder = nn.Parameter(torch.empty(0))
         self._steps = 0
+        self._skipped_in_a_row = 0
+        self._clipped: tuple[int, float] = (-1, 0.0)
         self._scaler = LossScaler()
         self._number = next(_NUMBERS)
         self._restored: Mapping[str, torch.Tensor] = {}
@@ -198,7 +200,10 @@ class PipeState(ModuleSurface):
             raise UsageError(f"norm_type is {norm_type}", fix="use a positive number or float('inf')")
         refuse_in_training(self.plan, "clipping by the norm of all gradients")
         with self.session.call("clip_grad_norm_") as session:
-            return clip_gradients(session, max_norm, norm_type)
+            norm = clip_gradients(session, max_norm, norm_type)
+        if norm_type == 2:
+            self._clipped = self._steps, float(norm)
+        return norm
 
     # -- state ---------------------------------------------------------------------------------------------------
 

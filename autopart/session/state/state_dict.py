@@ -196,20 +196,29 @@ def gather_gradients(session: Session) -> dict[str, torch.Tensor | None]:
     )
 
 
-def clip_gradients(session: Session, max_norm: float, norm_type: float) -> torch.Tensor:
-    """Scale all gradients so that their global norm is at most max_norm, and return the norm before.  Collective."""
+def gradient_norm(session: Session, norm_type: float) -> float | None:
+    """Return the norm of all gradients over all stages, None if no rank has one.  Collective."""
     world, owners = session.world, session.context.placement.owners
-    gradients = {name: t.grad for name, t in session.tensors.driven.items() if t.grad is not None}
     norms = [
         float(torch.linalg.vector_norm(_wide(_elements(gradient)), norm_type))
-        for name, gradient in gradients.items()
+        for name, gradient in _gradients_here(session).items()
         if owners.get(name) == world.rank
     ]
-    rows = world.gather_numbers([_norm_of(norms, norm_type)])
-    total = _norm_of([row[0] for row in rows], norm_type)
+    rows = world.gather_numbers([_norm_of(norms, norm_type), float(bool(norms))])
+    return _norm_of([row[0] for row in rows], norm_type) if any(row[1] for row in rows) else None
+
+
+def _gradients_here(session: Session) -> dict[str, torch.Tensor]:
+    """Return the gradients that this rank holds, by name."""
+    return {name: t.grad for name, t in session.tensors.driven.items() if t.grad is not None}
+
+
+def clip_gradients(session: Session, max_norm: float, norm_type: float) -> torch.Tensor:
+    """Scale all gradients so that their global norm is at most max_norm, and return the norm before.  Collective."""
+    total = gradient_norm(session, norm_type) or 0.0
     scale = max_norm / (total + 1e-6)
     if not scale >= 1.0:  # includes NaN
-        for gradient in gradients.values():
+        for gradient in _gradients_here(session).values():
             gradient.mul_(scale)
     dtypes = [
         p.dtype for _, p in session.captures.trained.named_parameters() if p.requires_grad and p.is_floating_point()

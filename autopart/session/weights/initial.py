@@ -41,13 +41,13 @@ def initial_values(
 ) -> dict[str, torch.Tensor]:
     """Return new tensors on a device with the values that the model's own initialisation gives these.
 
-    wanted: tensors of the model by first name.  The numbers depend on (seed, name of the module, op), so each tensor
-    has the same value whatever else is wanted.  The model stays as it is.  Memory: of the tensors alone, but for what
-    an initialisation needs for itself.  Raises RefusedError (`require_initialiser`).
+    wanted: tensors of the model by first name.  Random numbers follow from the seed and from names (`Draws`), so each
+    tensor has the same value whatever else is wanted.  The model stays as it is.  Memory: of the tensors alone, but for
+    what an initialisation needs for itself.  Raises RefusedError (`require_initialiser`).
     """
     made = {name: like(tensor, device) for name, tensor in wanted.items()}
-    with _in_place(model, made):
-        written = _run(model, made, seed)
+    with _in_place(model, made) as every:
+        written = _run(model, made, Draws(seed, every))
     _require_written(model, wanted, written)
     return made
 
@@ -56,15 +56,14 @@ def require_initialiser(model: Trained, wanted: Mapping[str, torch.Tensor], seed
     """Raise RefusedError for the first of these tensors that no initialisation of the model sets, without memory for
     them: the initialisation runs on the meta device."""
     shapes = {name: _decoy(tensor) for name, tensor in wanted.items()}
-    with _in_place(model, shapes):
-        written = _run(model, shapes, seed)
+    with _in_place(model, shapes) as every:
+        written = _run(model, shapes, Draws(seed, every))
     _require_written(model, wanted, written)
 
 
-def _run(model: Trained, tensors: Mapping[str, torch.Tensor], seed: int) -> set[str]:
+def _run(model: Trained, tensors: Mapping[str, torch.Tensor], draws: Draws) -> set[str]:
     """Run the initialisation of every module that may set one of these tensors, which are in the model's place for
     them; returns the names of those that were set."""
-    draws = Draws(seed, tensors)
     around = {"", *(name[:place] for name in tensors for place, sign in enumerate(name) if sign == ".")}
     for name, module, methods in _initialisers(model):
         if name in around:
@@ -158,16 +157,16 @@ def _required(method: Callable[..., Any]) -> int:
 
 
 @contextmanager
-def _in_place(model: Trained, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Put tensors into the model's places for them, and the meta device everywhere else."""
+def _in_place(model: Trained, tensors: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+    """Put tensors into the model's places for them, and the meta device everywhere else; yields what is there."""
     before = [(place, place.registry[place.key]) for place in _places(model)]
-    tied = tied_names(model)
+    tied, every = tied_names(model), dict[str, torch.Tensor]()
     try:
         for place, own in before:
             assert own is not None
             first = place.name not in tied and place.name in tensors
-            place.registry[place.key] = tensors[place.name] if first else _decoy(own)
-        yield
+            every[place.name] = place.registry[place.key] = tensors[place.name] if first else _decoy(own)
+        yield every
     finally:
         for place, own in before:
             place.registry[place.key] = own

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from support.jobs import meta_jobs as jobs
@@ -47,3 +49,28 @@ def test_the_initialisation_of_a_model_is_its_own(name):
             assert torch.equal(found, expected), name
         elif expected.numel() > 100:
             assert 0.8 < float(found.std() / expected.std()) < 1.25, name
+
+
+REPLICAS = {"stages": 2, "replicas": 2, "zero": 1, "micro_batches": 2, "sync_batchnorm": True}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "llama_tied", "bert", "t5", "vit", "resnet"])
+def test_values_do_not_depend_on_the_plan_and_training_goes_on_under_another(workers, tmp_path, name):
+    other = {"stages": 4, "micro_batches": 2, "zero": 0, "sync_batchnorm": True}
+    run = partial(jobs.stepped, folder=str(tmp_path), other=other)
+    found = workers.run(run, name, "init", REPLICAS, 4)
+    alone = workers.run(jobs.stepped, name, "init", {"stages": 1, "replicas": 1, "micro_batches": 2}, 4)
+    state = found[0]["state"]
+    assert all(torch.equal(alone[0]["state"][key], value) for key, value in state.items())
+    expected = jobs.plain(name, state, 2 if CASES[name].coupled else 1)
+    assert found[0]["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    for key, gradient in expected["gradients"].items():
+        torch.testing.assert_close(found[0]["gradients"][key], gradient, rtol=2e-3, atol=2e-5)
+    for key, value in expected["after"].items():
+        torch.testing.assert_close(found[0]["after"][key], value, rtol=1e-3, atol=1e-5)
+    for each in found:
+        assert each["again"] == pytest.approx(expected["again"], rel=2e-3)
+        assert all(torch.equal(buffer, expected["buffers"][key]) for key, buffer in each["buffers"].items())
+    again = workers.run(jobs.stepped, name, str(tmp_path), other, 4)
+    assert all(torch.equal(again[0]["state"][key], value) for key, value in found[0]["after"].items())

@@ -79,7 +79,7 @@ class OptionsDict(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Options.  What is left out, or None, is decided by the planner or has the default that is named.
+    """Options.  The planner decides what you leave out, or pass as None, unless a default is named.
 
     The options that matter first:
         loss_fn         loss_fn(output, target) -> scalar, for a model that does not return its loss
@@ -97,19 +97,19 @@ class Options:
                         a rank "interleaved", "zb-v"; "searched" for this plan; asynchronous "pipedream" and
                         "pipedream-2bw" (`Pipe.train`); or a function of your own, (stages, micro-batches) -> computes
                         of each stage in order
-        stages_per_rank number of stages that each rank runs; "auto" tries 1, 2, 4 and 8 where stages= and cuts= leave
-                        that open; stages= counts the stages of all ranks
+        stages_per_rank number of stages that each rank runs; "auto" tries 1, 2, 4 and 8 if stages= and cuts= allow
+                        it; stages= counts the stages of all ranks
         cuts            module paths at which a stage begins
         together        module paths, or groups of them, inside which no stage begins
         pins            stage that runs a module: {module path: number of the stage}
         token_slices    cut the sequences of a causal model into slices that run on different stages at once
-                        (TeraPipe): a number of slices, or their lengths; "auto" cuts where that shortens the step;
+                        (TeraPipe): a number of slices, or their lengths; "auto" slices if that shortens the step;
                         None keeps sequences whole
 
     Memory:
         recompute       activation checkpointing: "auto" (what the model checkpoints, and more when memory would not
                         suffice), "off", "all", or patterns of module paths: these modules and nothing else
-        zero            share the optimizer's state among the replicas of a stage (ZeRO-1): 1, 0, or "auto" (where that
+        zero            share the optimizer's state among the replicas of a stage (ZeRO-1): 1, 0, or "auto" (if that
                         shortens the step, or memory would otherwise not suffice)
         master_weights  keep fp32 master weights of bf16 and fp16 parameters: `Pipe.parameters` yields the masters, and
                         the model gets their rounded values before every run
@@ -123,8 +123,8 @@ class Options:
     Search:
         plan            a Plan or the path of a plan file, instead of the options that it decides
         costs           times of ops: "measured" on this machine, "analytic" from FLOPs and bytes, "auto" (measured
-                        where the device is present and the model has weights), "compiled" (as backend="inductor" runs
-                        them, which it uses unasked), or a function of your own
+                        if the device is present and the model has weights), "compiled" (measured in compiled code,
+                        the default with backend="inductor"), or a function of your own
         prove           seconds for CP-SAT to bound the step of the chosen stages; 0 for none
         cache           reuse the plan that answered the same question before; False searches again
         watch           watch(phase, best step in ns or 0, lower bound in ns or 0), called during the search
@@ -138,15 +138,15 @@ class Options:
                         planning do not count; None is AUTOPART_TIMEOUT_S, else 600
         transport       what carries messages: "nccl" (a CUDA device for each rank), "gloo" (CPUs, and CUDA devices
                         that ranks may share), "auto" (NCCL for CUDA devices)
-        backend         what runs the ops of a stage: "eager"; "inductor", which compiles them first (needs a C++
-                        compiler for CPUs, Triton for CUDA), and what cannot be compiled runs eagerly, with a warning;
-                        "auto", which compiles where steps= pays for it
-        steps           number of optimizer steps that are to come, for backend="auto"; None is unknown: eager
+        backend         what runs the ops of a stage: "eager"; "inductor", which compiles them (needs a C++ compiler
+                        for CPUs, Triton for CUDA; what cannot be compiled runs eagerly, with a warning); "auto", which
+                        compiles if steps= are enough to pay for it
+        steps           number of optimizer steps ahead, for backend="auto"; None is unknown: eager
         weights         values of a model that was built on the meta device, of which each rank makes its own part:
                         a safetensors file, a folder of them, or a checkpoint; "init" runs the model's own
                         initialisation with seed=
-        pad_to          lengths to the next of which sequences are padded: pad_to=(128, 256, 512)
-        pad_with        fillers for keys of the batch that are not usual ones: {key: number, or None to leave it}
+        pad_to          lengths: sequences are padded to the next of them, pad_to=(128, 256, 512)
+        pad_with        values that pad further keys of the batch: {key: number, or None to leave it as it is}
     """
 
     loss_fn: LossFn | None = None

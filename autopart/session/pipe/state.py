@@ -17,6 +17,7 @@ from autopart.capture import CaptureCache
 from autopart.ir.errors import UsageError
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan
+from autopart.runtime.activity import current
 from autopart.session.asynchronous.limits import refuse_in_training
 from autopart.session.ranks.agreement import from_rank
 from autopart.session.session import Session
@@ -114,6 +115,7 @@ class PipeState(ModuleSurface):
 
     def _mark_trained(self) -> None:
         _TRAINED[self.model] = self._number
+        self.session.world.stepped = True
 
     @property
     def _superseded(self) -> bool:
@@ -122,9 +124,13 @@ class PipeState(ModuleSurface):
 
     @property
     def stop_requested(self) -> bool:
-        """Whether a rank was asked to stop by SIGTERM or SIGUSR1; True on all ranks after the same call, also after
-        `close`.  While a pipe runs, the first SIGTERM does not end its process: save, and leave the loop."""
-        return self._stopped if self._session is None else self._session.world.stop_requested
+        """Whether a rank was asked to stop by SIGTERM or SIGUSR1, or all to make room for ranks that join; True on all
+        ranks after the same call, also after `close`.  While a pipe runs, the first SIGTERM does not end its process:
+        save, and leave the loop."""
+        stopped = self._stopped if self._session is None else self._session.world.stop_requested
+        if stopped and current().asked:
+            current().heeded = 1
+        return stopped
 
     # -- like a module ------------------------------------------------------------------------------------------
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from autopart.planning.schedule_files import register_schedule, save_schedule
     from autopart.report.traces import save_trace
     from autopart.session.compare import Verification
+    from autopart.session.metrics.log import MetricsLog
     from autopart.session.pipe.pipe import Pipe
     from autopart.session.state.averaged_model import AveragedModel
     from autopart.session.state.checkpoints.plain import load_into, save_from
@@ -51,6 +52,7 @@ __all__ = [
     "Device",
     "Level",
     "Link",
+    "MetricsLog",
     "NonFiniteWarning",
     "Pipe",
     "Plan",
@@ -94,6 +96,7 @@ _HOMES = {
     "autopart.session.state.averaged_model": "AveragedModel",
     "autopart.session.state.checkpoints.plain": "load_into save_from",
     "autopart.session.compare": "Verification",
+    "autopart.session.metrics.log": "MetricsLog",
     "autopart.session.pipe.pipe": "Pipe",
     "autopart.session.state.scaler": "NonFiniteWarning",
 }

@@ -4,7 +4,7 @@ One or two Gloo ranks, one thread each. torch's profiler reports each allocation
 kernels, so the result does not depend on other load of the machine. Measured on each rank: every tensor alive between
 two steps, without model tensors of other ranks, plus the most that was allocated on top of them in a step and the
 optimizer step after it. Predicted: `peak_bytes` of the rank's stage; for an accumulating step one more gradient of
-every parameter, as described in docs/planner.md.
+every parameter, as described in docs/cost_model.md.
 
     python benchmarks/peak_memory.py          about 5 minutes; writes results/peak_memory.json
 """

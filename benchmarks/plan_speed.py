@@ -211,7 +211,7 @@ def result(case: Case, profile: int = 0) -> dict[str, Any]:
         plan = make.make_plan(counted, batch, cluster, options, to_run=False).plan
     clock.lap()
     total = sum(clock.seconds.values())
-    assert plan.report.optimality
+    assert plan.outlook.optimality
     rss_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
     alone_ms = 0.0
     if case.shorter:
@@ -239,10 +239,10 @@ def result(case: Case, profile: int = 0) -> dict[str, Any]:
         "stages_per_rank": len(plan.stages) // len({stage.ranks for stage in plan.stages}),
         "step_under_1f1b_ms": alone_ms,
         "planned_rss_gb": rss_gb,
-        "bound_ms": plan.report.optimality.lower_bound / 1e6,
-        "bubble": plan.report.bubble,
-        "gap": plan.report.optimality.gap,
-        "alternatives": [f"{a.name}: {a.step_ns / 1e6:.0f} ms, {a.why}" for a in plan.report.alternatives],
+        "bound_ms": plan.outlook.optimality.lower_bound / 1e6,
+        "bubble": plan.outlook.bubble,
+        "gap": plan.outlook.optimality.gap,
+        "alternatives": [f"{a.name}: {a.step_ns / 1e6:.0f} ms, {a.why}" for a in plan.outlook.alternatives],
         "notes": list(plan.notes),
     }
 

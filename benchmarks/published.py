@@ -115,7 +115,7 @@ def result(case: Case) -> dict[str, Any]:
     began, cpu = time.perf_counter(), time.process_time()
     plan = autopart.plan(model, cluster, sample=batch, **case.options, **case.shape)
     seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
-    assert plan.report.optimality
+    assert plan.outlook.optimality
     works = [e.fwd_ns + e.bwd_ns for e in plan.estimates]
     again = sum(e.recompute_ns for e in plan.estimates) / sum(e.fwd_ns for e in plan.estimates)
     limit = cluster.devices[0].memory_bytes
@@ -136,8 +136,8 @@ def result(case: Case) -> dict[str, Any]:
         "stage_ms": [work / 1e6 for work in works],
         "imbalance": max(works) * len(works) / sum(works),
         "step_ms": plan.step_ns / 1e6,
-        "bubble": plan.report.bubble,
-        "gap": plan.report.optimality.gap,
+        "bubble": plan.outlook.bubble,
+        "gap": plan.outlook.optimality.gap,
         "notes": list(plan.notes),
     }
 

@@ -140,7 +140,7 @@ def measure(rounds: int, warmup: int) -> dict[str, Any]:
 def expected(plan: autopart.Plan) -> dict[str, Any]:
     """Return the simulated step in seconds, and the activations of all stages in bytes."""
     held = sum(estimate.activation_bytes * estimate.live for estimate in plan.estimates)
-    return {"simulated step": plan.report.step_ns * 1e-9, "activation bytes": held, "bubble": plan.report.bubble}
+    return {"simulated step": plan.outlook.step_ns * 1e-9, "activation bytes": held, "bubble": plan.outlook.bubble}
 
 
 def report(seconds: Mapping[str, list[float]], plans: Mapping[str, Mapping[str, Any]]) -> None:

@@ -9,7 +9,7 @@ from autopart.ir.cluster import Cluster
 from autopart.ir.errors import InfeasibleError, UsageError
 from autopart.ir.graph import Graph
 from autopart.ir.graph import check as check_graph
-from autopart.ir.plan import Plan, Provenance, Report
+from autopart.ir.plan import Outlook, Plan, Provenance
 from autopart.passes.graph.atoms import atoms
 from autopart.passes.graph.chain import BlockChain
 from autopart.passes.graph.coarsen import coarsen, nested
@@ -100,9 +100,9 @@ def build(source: PlannerInput, cluster: Cluster, request: PlanRequest, watch: W
     if not isinstance(final, Finalized):
         raise infeasible_error(final, spaces[1], lambda other, machines: None)
     # The proof does not depend on the search, so that it cannot repeat its errors.
-    report = _with_bounds(final, spaces, watch, orders=found.other_orders)
+    outlook = _with_bounds(final, spaces, watch, orders=found.other_orders)
     digests = graph.shape_digest(), graph.structure_digest()
-    return Plan(Provenance(*digests, source.torch_version, source.costs), final.decision, report)
+    return Plan(Provenance(*digests, source.torch_version, source.costs), final.decision, outlook)
 
 
 def _chosen(
@@ -161,27 +161,27 @@ def search(spaces: Spaces, watch: Watch | None = None) -> Search:
     return found
 
 
-def _with_bounds(final: Finalized, spaces: Spaces, watch: Watch | None, *, orders: bool) -> Report:
-    """Return the report with a lower bound on any plan, and with a certificate if one is requested.
+def _with_bounds(final: Finalized, spaces: Spaces, watch: Watch | None, *, orders: bool) -> Outlook:
+    """Return the outlook with a lower bound on any plan, and with a certificate if one is requested.
 
     orders: whether plans with split backwards or several stages a rank were allowed.
     """
-    (coarse, fine), report = spaces, final.report
+    (coarse, fine), outlook = spaces, final.outlook
     request, cluster = coarse.request, coarse.costs.cluster
     bound_ns = lower_bound(coarse if cluster.world <= SMALL else fine, orders=orders)
     if watch:
-        watch("bound", report.step_ns, bound_ns)
+        watch("bound", outlook.step_ns, bound_ns)
     if request.token_slices:  # slices of attention leave out masked scores, and so take less than whole sequences
         sliced_ns = slices_bound(coarse)
         bound_ns = sliced_ns if request.fixed_slices else min(bound_ns, sliced_ns)
-        return report.with_bound(bound_ns)
+        return outlook.with_bound(bound_ns)
     if request.prove_seconds > 0 and request.prove_rows in (None, max(final.decision.micro_rows)):
         certificate = certified(final.evaluation, request.prove_seconds)
-        report = replace(report, notes=(*report.notes, certificate.note(report.step_ns)))
+        outlook = replace(outlook, notes=(*outlook.notes, certificate.note(outlook.step_ns)))
         if settles(request, cluster):
             bound_ns = max(bound_ns, certificate.bound_ns)
     # A plan chosen for its fewer stages must not claim a bound above the faster plan that was found.
-    return report.with_bound(min(bound_ns, final.fastest_ns))
+    return outlook.with_bound(min(bound_ns, final.fastest_ns))
 
 
 def _estimator(source: PlannerInput, cluster: Cluster, request: PlanRequest) -> Estimator:

@@ -26,6 +26,8 @@ PARTS = {
         "e2e/test_master_weights.py",
         "e2e/test_batch_statistics.py",
         "e2e/test_data.py",
+        "e2e/test_models_from_meta.py",
+        "e2e/test_sampler.py",
         "session",
     ],
     "schedules": ["e2e/test_schedule_grid.py", "e2e/test_split_backward.py", "e2e/test_stages_per_rank.py"],
@@ -38,7 +40,12 @@ PARTS = {
         "e2e/test_soak.py",
         "runtime",
     ],
-    "restarts": ["e2e/test_restarted_runs.py", "e2e/test_stops.py"],
+    "restarts": [
+        "e2e/test_restarted_runs.py",
+        "e2e/test_stops.py",
+        "e2e/test_long_runs.py",
+        "e2e/test_elastic.py",
+    ],
     "compiled": ["e2e/test_compiled_stages.py"],
     "freezing": [
         "e2e/test_freezing.py",

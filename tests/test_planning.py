@@ -213,7 +213,7 @@ def test_token_slices_are_suggested_when_devices_idle(asked: str | None) -> None
     read = read_options(costs="analytic", loss_fn=lambda y, t: y.mean() * t, stages=4, replicas=1, token_slices=asked)
     batch = flatten((torch.zeros(4, 64, dtype=torch.long), torch.ones(())), with_target=True)
     plan = make_plan(CaptureCache(model, read.loss_fn), batch, SLOW, read).plan
-    assert asked or plan.report.bubble > 0.15
+    assert asked or plan.outlook.bubble > 0.15
     assert any("token_slices=" in note for note in plan.notes) == (asked is None)
 
 

@@ -1,4 +1,4 @@
-"""The command line: plan, explain, schedule, diff, verify, checkpoint, cluster, version.
+"""The command line: plan, explain, report, schedule, diff, verify, checkpoint, cluster, version.
 
 Under torchrun this process is one rank, and only rank 0 prints results.
 """
@@ -58,6 +58,7 @@ def _root(
 
 app.command()(plans.plan)
 app.command()(plans.explain)
+app.command()(plans.report)
 app.command()(plans.schedule)
 app.command()(plans.diff)
 

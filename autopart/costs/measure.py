@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from autopart.capture import Captured
 from autopart.capture.trace.grouped_products import kernel_of
-from autopart.files.cost_cache import OpTimes, keep_times, read_times
+from autopart.files.caches.cost_cache import OpTimes, keep_times, read_times
 from autopart.ir.cluster import Device
 from autopart.ir.cost import Cost
 from autopart.ir.graph import Graph, Op, Param, Value

@@ -1,6 +1,6 @@
 """Plan files: JSON that people may read, compare, edit and reuse.
 
-    {"version": 3, "provenance": {...}, "decision": {...}, "report": {...}}
+    {"version": 4, "provenance": {...}, "decision": {...}, "outlook": {...}}
 
 A plan file has no checksum, since it may be edited by hand.  All problems of a file are reported at once, each with its
 JSON path.  `match_plan` then refuses a plan that was made for something else, which needs the graph.
@@ -27,12 +27,12 @@ from autopart.ir import plan as plan_ir
 from autopart.ir.decision import AGAIN, Problem
 from autopart.ir.errors import PlanError, PlanFileError
 from autopart.ir.graph import Graph
-from autopart.ir.plan import Decision, Plan, Provenance, Report, Stage
+from autopart.ir.plan import Decision, Outlook, Plan, Provenance, Stage
 from autopart.ir.printable import printable
 from autopart.launcher import torchrun_line
 
-VERSION = 3
-"""Version of the file format.  Version 2 had no sections; version 1 had no groups of recomputed ops."""
+VERSION = 4
+"""Version of the file format.  Version 3 called the outlook a report, and did not hold the simulated step."""
 _MOST_FLAGS = 300
 """Changes of requires_grad flags that are tried to explain why a plan does not match; each costs a digest."""
 _CORRECT = f"correct what is named, or {AGAIN}"
@@ -45,7 +45,7 @@ class _Document:
     version: int
     provenance: Provenance
     decision: Decision
-    report: Report = field(default=Report())
+    outlook: Outlook = field(default=Outlook())
 
 
 # pydantic validates the dataclasses of the IR themselves; they inherit these options.
@@ -60,7 +60,7 @@ def plan_to_json(plan: Plan) -> str:
 
     Raises PlanError for a number that JSON cannot hold.
     """
-    document = _Document(VERSION, plan.provenance, plan.decision, plan.report)
+    document = _Document(VERSION, plan.provenance, plan.decision, plan.outlook)
     try:
         text = json.dumps(asdict(document), indent=2, allow_nan=False)
     except ValueError as error:
@@ -79,7 +79,7 @@ def plan_from_json(text: str, source: str = "<plan>") -> Plan:
             document = _DOCUMENT.validate_json(text, strict=True)
         except ValidationError as error:
             raise malformed("is not a valid plan", problems_of(error), _CORRECT) from error
-        plan = Plan(document.provenance, document.decision, document.report)
+        plan = Plan(document.provenance, document.decision, document.outlook)
         found = chain(_out_of_range(document.decision), plan_ir.problems(plan))
         if problems := list(islice(found, MOST_PROBLEMS)):
             raise malformed("is not a valid plan", problems, _CORRECT)
@@ -187,18 +187,25 @@ def diff_plans(a: Plan, b: Plan) -> str:
         *_changes(a.provenance, b.provenance),
         *_changes(a.decision, b.decision, leave_out=("stages", "micro_rows")),
         *_decision_changes(a.decision, b.decision),
-        *_changes(a.report, b.report, leave_out=tuple(_LONG)),
-        *(f"{what} differ" for name, what in _LONG.items() if getattr(a.report, name) != getattr(b.report, name)),
+        *_changes(a.outlook, b.outlook, leave_out=tuple(_LONG)),
+        *(f"{what} differ" for name, what in _LONG.items() if getattr(a.outlook, name) != getattr(b.outlook, name)),
     ]
     return "\n".join(map(printable, lines)) or "the same ops in another order"
 
 
-_LONG = {"estimates": "estimates", "notes": "notes", "optimality": "lower bounds", "alternatives": "alternatives"}
-"""Fields of a report that are too long to show, and what they are called."""
+_LONG = {
+    "estimates": "estimates",
+    "notes": "notes",
+    "optimality": "lower bounds",
+    "alternatives": "alternatives",
+    "limits": "limits of memory",
+    "spans": "simulated steps",
+}
+"""Fields of an outlook that are too long to show, and what they are called."""
 
 
 def _changes(
-    before: Provenance | Decision | Report, after: Provenance | Decision | Report, leave_out: tuple[str, ...] = ()
+    before: Provenance | Decision | Outlook, after: Provenance | Decision | Outlook, leave_out: tuple[str, ...] = ()
 ) -> Iterator[str]:
     """Yield the fields in which two sections of one class differ."""
     for name in [each.name for each in fields(before)]:
@@ -219,6 +226,8 @@ def _decision_changes(a: Decision, b: Decision) -> Iterator[str]:
             yield f"stage {s} replicas: {_division(old)} -> {_division(new)}"
         if old.recompute != new.recompute:
             yield f"stage {s} recomputed ops: {sum(map(len, old.recompute))} -> {sum(map(len, new.recompute))}"
+        if old.forward_only != new.forward_only:
+            yield f"stage {s} is forward only: {'yes -> no' if old.forward_only else 'no -> yes'}"
     before, after = _stages_of_ops(a), _stages_of_ops(b)
     moves: dict[tuple[str, str], list[str]] = {}
     for name in dict.fromkeys([*before, *after]):

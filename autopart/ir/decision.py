@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autopart.ir.actions import COMPUTE, parse_action
 from autopart.ir.errors import PlanError, ProgramError
-from autopart.ir.graph import Graph
-from autopart.ir.printable import shortened
+from autopart.ir.graph import Graph, module_range
+from autopart.ir.printable import printable, shortened
 from autopart.ir.program import BUCKET_BYTES, MAX_BUCKET_BYTES
 from autopart.ir.shares import Division, Policy, copies_of, division, division_problems
 
@@ -28,7 +28,7 @@ class Stage:
     number in `shares`.  Under the policy "turn" they get whole micro-batches instead, round robin (PipeDream, SOSP
     2019, section 3.2).  recompute: groups of ops of which only the inputs are kept; a group is computed again before
     its backward.  forward_only: whether it has no backward, since nothing on it learns, nor anything that it depends on
-    (`Graph.learning_ops`).
+    (`Graph.learning_ops`).  modules: the layers of its ops, for people: nothing depends on them.
     """
 
     ops: tuple[str, ...]
@@ -37,6 +37,7 @@ class Stage:
     shares: tuple[int, ...] = ()
     policy: Policy = "split"
     forward_only: bool = False
+    modules: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def division(self) -> Division:
@@ -69,7 +70,7 @@ class Decision:
 
     def __str__(self) -> str:
         """Return one line; the plan file has all of it."""
-        stages = [f"{len(s.ops)} ops on {shortened(', '.join(map(str, s.ranks)), 20)}" for s in self.stages]
+        stages = [f"{_what(s)} on {shortened(', '.join(map(str, s.ranks)), 20)}" for s in self.stages]
         shown = stages if len(stages) <= 6 else [*stages[:5], "...", stages[-1]]
         rows = shortened(" ".join(map(str, dict.fromkeys(self.micro_rows))), 20)
         cut = f"{len(self.micro_rows)} micro-batches of {rows} rows"
@@ -91,6 +92,11 @@ class Decision:
     def stages_of_rank(self, rank: int) -> tuple[int, ...]:
         """Return the stages that a rank runs, ascending; () for a rank that idles."""
         return tuple(index for index, stage in enumerate(self.stages) if rank in stage.ranks)
+
+
+def _what(stage: Stage) -> str:
+    """Return the modules of a stage, else the number of its ops."""
+    return printable(module_range(stage.modules)) or f"{len(stage.ops)} ops"
 
 
 def check_decision(decision: Decision, graph: Graph | None = None) -> Decision:
@@ -182,10 +188,10 @@ def _size_problems(decision: Decision) -> Iterator[Problem]:
         yield "micro_rows", "at least one micro-batch is needed"
     if len(decision.token_slices) == 1:
         yield "token_slices", "one slice is the whole sequence, which is []"
-    for field, what in (("micro_rows", "row"), ("token_slices", "token")):
-        for i, size in enumerate(getattr(decision, field)):
+    for name, what in (("micro_rows", "row"), ("token_slices", "token")):
+        for i, size in enumerate(getattr(decision, name)):
             if size < 1:
-                yield f"{field}[{i}]", f"at least 1 {what} is needed, not {size}"
+                yield f"{name}[{i}]", f"at least 1 {what} is needed, not {size}"
     if decision.micro_rows and max(decision.micro_rows) - min(decision.micro_rows) > 1:
         yield "micro_rows", f"micro-batches differ by at most one row, not {shortened(str(decision.micro_rows), 100)}"
 
@@ -201,8 +207,8 @@ def _rank_problems(decision: Decision) -> Iterator[Problem]:
             elif rank in taken:
                 yield f"stages[{s}].ranks[{i}]", f"rank {rank} appears twice in this stage"
             taken.add(rank)
-        for field, message in division_problems(len(stage.ranks), stage.shares, stage.policy):
-            yield f"stages[{s}].{field}", message
+        for name, message in division_problems(len(stage.ranks), stage.shares, stage.policy):
+            yield f"stages[{s}].{name}", message
 
 
 def _op_problems(s: int, stage: Stage) -> Iterator[Problem]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections import Counter
 from collections.abc import Container, Sequence
 from itertools import groupby
 
 from autopart.ir.decision import Decision, Stage
-from autopart.ir.outlook import Estimate, Report
+from autopart.ir.outlook import Estimate, Outlook
 from autopart.ir.printable import printable, shortened
 from autopart.ir.program import BUCKET_BYTES
 
@@ -24,11 +26,16 @@ WIDTH = 100
 """Characters of a line if the width of the terminal is unknown."""
 
 
-def explain(decision: Decision, report: Report, costs: str) -> str:
-    """Return decision and report as plain text; `Plan.explain` says what the columns mean."""
-    rows = [stage_row(decision, report, s) for s in range(len(decision.stages))]
-    lines = fitting_lines(stage_grid(rows, total_row(decision, report)), WIDTH)
-    return "\n".join([*lines, *footer(decision, report, costs)]) + "\n"
+def terminal_width() -> int:
+    """Return the characters of a line of the terminal; `WIDTH` where there is none."""
+    return shutil.get_terminal_size((WIDTH, 0)).columns if sys.stdout.isatty() else WIDTH
+
+
+def explain(decision: Decision, outlook: Outlook, costs: str) -> str:
+    """Return decision and outlook as plain text; `Plan.explain` says what the columns mean."""
+    rows = [stage_row(decision, outlook, s) for s in range(len(decision.stages))]
+    lines = fitting_lines(stage_grid(rows, total_row(decision, outlook)), terminal_width())
+    return "\n".join([*lines, *footer(decision, outlook, costs)]) + "\n"
 
 
 def stage_grid(rows: list[dict[str, str]], total: dict[str, str]) -> list[list[str]]:
@@ -82,16 +89,16 @@ def word_columns(header: Sequence[str]) -> list[int]:
     return [column for column, name in enumerate(header) if name in WORDS]
 
 
-def stage_row(decision: Decision, report: Report, s: int) -> dict[str, str]:
+def stage_row(decision: Decision, outlook: Outlook, s: int) -> dict[str, str]:
     """Return the cells of one stage, by column."""
     stage = decision.stages[s]
-    row = {"stage": str(s), "ranks": _spans(stage.ranks) + _divided(stage), "ops": str(len(stage.ops))}
+    row = {"stage": str(s), "ranks": rank_spans(stage.ranks) + _divided(stage), "ops": str(len(stage.ops))}
     if any(other.recompute for other in decision.stages):
         row["recomputed"] = str(sum(map(len, stage.recompute)))
     if any(other.forward_only for other in decision.stages):
         row["learns"] = "no" if stage.forward_only else "yes"
-    if report.estimates:
-        row |= _numbers(report.estimates[s])
+    if outlook.estimates:
+        row |= _numbers(outlook.estimates[s])
     return row
 
 
@@ -106,7 +113,7 @@ def _divided(stage: Stage) -> str:
     return f" shares {shortened(shares, 40)}"
 
 
-def _spans(ranks: tuple[int, ...]) -> str:
+def rank_spans(ranks: tuple[int, ...]) -> str:
     """Write (0, 1, 2, 5) as "0-2,5"; long lists are cut."""
     runs: list[list[int]] = []
     for rank in ranks:
@@ -134,40 +141,41 @@ def _numbers(e: Estimate) -> dict[str, str]:
     }
 
 
-def total_row(decision: Decision, report: Report) -> dict[str, str]:
+def total_row(decision: Decision, outlook: Outlook) -> dict[str, str]:
     """Return the sums over the stages, by column; FLOPs are of all devices."""
     total = {"stage": "all"}
-    if report.estimates:
+    if outlook.estimates:
         mosts = [stage.division.most for stage in decision.stages]
-        flops = sum(e.flops * whole // mine for e, (mine, whole) in zip(report.estimates, mosts, strict=True))
+        flops = sum(e.flops * whole // mine for e, (mine, whole) in zip(outlook.estimates, mosts, strict=True))
         total["GFLOP"] = f"{flops / 1e9:.2f}"
-        total["fwd ms"] = _ms(sum(e.fwd_ns for e in report.estimates))
-        total["bwd ms"] = _ms(sum(e.bwd_ns for e in report.estimates))
+        total["fwd ms"] = _ms(sum(e.fwd_ns for e in outlook.estimates))
+        total["bwd ms"] = _ms(sum(e.bwd_ns for e in outlook.estimates))
     return total
 
 
-def footer(decision: Decision, report: Report, costs: str) -> list[str]:
+def footer(decision: Decision, outlook: Outlook, costs: str) -> list[str]:
     """Return the lines below the table: the whole decision, its step and bound, alternatives, notes."""
-    lines = [_summary(decision)]
+    lines = [summary(decision)]
     if any(stage.forward_only for stage in decision.stages):
         lines.append("stages on which nothing learns are forward only: no backward, no gradients, no optimizer")
-    if report.step_ns:
-        lines.append(f"simulated, not measured: step {_ms(report.step_ns)} ms, bubble {report.bubble * 100:.1f} %")
-    if report.optimality is not None:
-        bound = report.optimality
+    if outlook.step_ns:
+        lines.append(f"simulated, not measured: step {_ms(outlook.step_ns)} ms, bubble {outlook.bubble * 100:.1f} %")
+    if outlook.optimality is not None:
+        bound = outlook.optimality
         proof = "proved best" if bound.proved else f"at most {bound.gap:.1%} of it could be saved"
         lines.append(f"{proof}: no plan between the planner's blocks takes less than {_ms(bound.lower_bound)} ms")
-    if report.estimates:
+    if outlook.estimates:
         lines.append("memory in MiB; GFLOP, ms, in and out for one micro-batch")
         lines.append(COST_DESCRIPTIONS.get(costs, f"op costs: {costs}"))
-    for other in report.alternatives:
+    for other in outlook.alternatives:
         time = f"{_ms(other.step_ns)} ms, " if other.step_ns else ""
         lines.append(f"alternative, {other.name}: {time}{other.why}")
-    lines += [f"note: {note}" for note in report.notes]
+    lines += [f"note: {note}" for note in outlook.notes]
     return [printable(line) for line in lines]
 
 
-def _summary(decision: Decision) -> str:
+def summary(decision: Decision) -> str:
+    """Return what is decided besides stages, in one line."""
     used = sum(len(stage.ranks) for stage in decision.stages)
     parts = [
         f"schedule {decision.schedule}",

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from autopart.ir.cost import Cost
@@ -264,3 +265,32 @@ def _unique(what: str, names: Iterable[str]) -> None:
 def _neighbourhood(graph: Graph, place: int, around: int = 5) -> str:
     lines = graph.ops[max(0, place - around) : place + around + 1]
     return "\n" + "\n".join(f"    {o.name} = {o.target}({', '.join(o.reads + o.params)})" for o in lines)
+
+
+def stage_modules(stages: Sequence[Sequence[str]], graph: Graph) -> tuple[tuple[str, ...], ...]:
+    """Return the paths of the modules of each stage, in captured order.
+
+    stages: the names of the ops of each.  A path ends at its first number, so that a layer is one module.  Ops that are
+    in several stages are left out, unless the stage has no others.  O(ops).
+    """
+    copies = Counter(name for ops in stages for name in ops)
+    known = graph.op_map()
+    found = []
+    for names in stages:
+        ops = [known[name] for name in names if name in known]
+        counted = [op for op in ops if copies[op.name] == 1] or ops
+        found.append(tuple(dict.fromkeys(_layer(op) for op in counted if op.module)))
+    return tuple(found)
+
+
+def module_range(paths: Sequence[str]) -> str:
+    """Return the first and the last of the modules of a stage, such as "transformer.h.0 … transformer.h.3"."""
+    return ", ".join(paths) if len(paths) <= 2 else f"{paths[0]} … {paths[-1]}"
+
+
+def _layer(op: Op) -> str:
+    parts = op.module.split(".")
+    for i, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: i + 1])
+    return op.module

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
+from autopart.ir.errors import ProgramError
+from autopart.ir.timeline import read_spans
+
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
@@ -72,12 +75,14 @@ class Alternative:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class Outlook:
     """What a decision would take, and how it compares.
 
     step_ns: simulated nanoseconds of one step, optimizer included (of an asynchronous schedule: in its steady state).
     bubble: idle share of the devices in it, 0 to 1.  estimates: one for each stage, or empty.  notes: remarks of the
-    planner.  alternatives: plans that were not taken.
+    planner.  alternatives: plans that were not taken.  limits: the memory of the devices of each stage in bytes, or
+    empty.  spans: the simulated step, a line for each worker (`ir.timeline.spans_text`); empty if it is not known or
+    has more than `MOST_SPANS`.
     """
 
     step_ns: int = 0
@@ -86,30 +91,39 @@ class Report:
     notes: tuple[str, ...] = ()
     optimality: Optimality | None = None
     alternatives: tuple[Alternative, ...] = ()
+    limits: tuple[int, ...] = ()
+    spans: tuple[str, ...] = ()
 
-    def with_bound(self, bound_ns: int) -> Report:
-        """Return the report with a lower bound of the step."""
+    def with_bound(self, bound_ns: int) -> Outlook:
+        """Return the outlook with a lower bound of the step."""
         return replace(self, optimality=Optimality.of(self.step_ns, bound_ns))
 
     def __repr__(self) -> str:
         counts = f"{len(self.notes)} notes, {len(self.alternatives)} alternatives"
-        return f"<Report simulated step {self.step_ns / 1e6:.2f} ms, bubble {self.bubble:.1%}, {counts}>"
+        return f"<Outlook simulated step {self.step_ns / 1e6:.2f} ms, bubble {self.bubble:.1%}, {counts}>"
 
 
-def report_problems(report: Report, stages: int) -> Iterator[tuple[str, str]]:
-    """Yield everything that is wrong with the report on a decision of `stages` stages, as (path, message)."""
-    if report.estimates and len(report.estimates) != stages:
-        yield "estimates", f"{len(report.estimates)} estimates for {stages} stages; give one each or none"
-    bound = report.optimality
+def outlook_problems(outlook: Outlook, stages: int) -> Iterator[tuple[str, str]]:
+    """Yield everything that is wrong with the outlook on a decision of `stages` stages, as (path, message)."""
+    if outlook.estimates and len(outlook.estimates) != stages:
+        yield "estimates", f"{len(outlook.estimates)} estimates for {stages} stages; give one each or none"
+    if outlook.limits and len(outlook.limits) != stages:
+        yield "limits", f"{len(outlook.limits)} limits for {stages} stages; give one each or none"
+    try:
+        read_spans(outlook.spans)
+    except ProgramError as error:
+        yield "spans", str(error)
+    bound = outlook.optimality
     numbers = {
-        **{f"estimates[{s}].{name}": n for s, e in enumerate(report.estimates) for name, n in asdict(e).items()},
-        "step_ns": report.step_ns,
+        **{f"estimates[{s}].{name}": n for s, e in enumerate(outlook.estimates) for name, n in asdict(e).items()},
+        "step_ns": outlook.step_ns,
+        "limits": min(outlook.limits, default=0),
         "optimality": min(bound.objective, bound.lower_bound) if bound else 0,
-        **{f"alternatives[{i}].step_ns": other.step_ns for i, other in enumerate(report.alternatives)},
+        **{f"alternatives[{i}].step_ns": other.step_ns for i, other in enumerate(outlook.alternatives)},
     }
     for path, number in numbers.items():
         if number < 0:
             yield path, f"must not be negative, not {number}"
-    for path, share in (("bubble", report.bubble), ("optimality.gap", bound.gap if bound else 0.0)):
+    for path, share in (("bubble", outlook.bubble), ("optimality.gap", bound.gap if bound else 0.0)):
         if not 0 <= share <= 1:
             yield path, f"must be a share between 0 and 1, not {share}"

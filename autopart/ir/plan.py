@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
-from typing import Literal
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal
 
+from autopart.ir.actions import OPTIMIZER
 from autopart.ir.decision import Decision as Decision
 from autopart.ir.decision import Problem, decision_problems, refuse
 from autopart.ir.decision import Stage as Stage
@@ -15,8 +19,9 @@ from autopart.ir.decision import check_decision as check_decision
 from autopart.ir.explain import explain
 from autopart.ir.graph import Graph
 from autopart.ir.outlook import Estimate as Estimate
-from autopart.ir.outlook import Report as Report
-from autopart.ir.outlook import report_problems
+from autopart.ir.outlook import Outlook as Outlook
+from autopart.ir.outlook import outlook_problems
+from autopart.ir.timeline import Timeline, read_spans
 
 Precision = Literal["fp32", "bf16", "fp16"]
 """Precision of a model: as it is ("fp32"), or under torch.autocast."""
@@ -43,13 +48,13 @@ class Provenance:
 class Plan:
     """How to run one captured graph on one cluster.
 
-    provenance: what the plan was made for.  decision: what runs where, and in which order.  report: what that would
+    provenance: what the plan was made for.  decision: what runs where, and in which order.  outlook: what that would
     take; running the plan does not depend on it.
     """
 
     provenance: Provenance
     decision: Decision
-    report: Report = field(default=Report())
+    outlook: Outlook = field(default=Outlook())
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -69,17 +74,17 @@ class Plan:
     @property
     def step_ns(self) -> int:
         """Simulated nanoseconds of one step."""
-        return self.report.step_ns
+        return self.outlook.step_ns
 
     @property
     def estimates(self) -> tuple[Estimate, ...]:
         """Simulated times and memory of each stage; empty if nothing was estimated."""
-        return self.report.estimates
+        return self.outlook.estimates
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Remarks of the planner."""
-        return self.report.notes
+        return self.outlook.notes
 
     def digest(self) -> str:
         """Return a fingerprint of the whole plan; ranks compare it before they run."""
@@ -94,11 +99,35 @@ class Plan:
         gradients over the replicas, and the optimizer.  in and out: MiB that the stage receives and sends for each
         micro-batch in the forward.
         """
-        return explain(self.decision, self.report, self.provenance.costs)
+        return explain(self.decision, self.outlook, self.provenance.costs)
+
+    def report(self, path: str | os.PathLike[str], *, measured: Timeline | None = None) -> Path:
+        """Write the plan as one HTML page that needs no network, and return its path.
+
+        It shows what runs where, the simulated step as a picture, the memory of every device, and the plans that lost.
+        path: ends in .html.  measured: a step that ran (`Pipe.timeline`), to be shown beside the simulated one.  Raises
+        UsageError if it cannot be written.
+        """
+        return _drawing("page").write_page(self, path, measured=measured)  # type: ignore[no-any-return]
+
+    def _repr_html_(self) -> str:
+        """Return a table and a small picture, for notebooks."""
+        return _drawing("notebook").plan_fragment(self)  # type: ignore[no-any-return]
+
+    @property
+    def step_without_optimizer_ns(self) -> int:
+        """Simulated nanoseconds of what `Pipe.step` does: all but the optimizer; `step_ns` if it holds none."""
+        ends = [span.end_ns for span in read_spans(self.outlook.spans).spans if span.action.kind != OPTIMIZER]
+        return max(ends, default=self.step_ns)
 
     def with_notes(self, *notes: str) -> Plan:
         """Return the plan with these notes after its own, each once."""
-        return replace(self, report=replace(self.report, notes=tuple(dict.fromkeys(self.report.notes + notes))))
+        return replace(self, outlook=replace(self.outlook, notes=tuple(dict.fromkeys(self.outlook.notes + notes))))
+
+
+def _drawing(module: str) -> Any:
+    """Return a module that draws plans.  Those stand above the languages, and are loaded when something is drawn."""
+    return import_module(f"autopart.report.page.{module}")
 
 
 def check(plan: Plan, graph: Graph | None = None) -> Plan:
@@ -113,7 +142,7 @@ def problems(plan: Plan) -> Iterator[Problem]:
     """Yield everything that is wrong with a plan without its graph, as (path in a plan file, message)."""
     for section, found in (
         ("decision", decision_problems(plan.decision)),
-        ("report", report_problems(plan.report, len(plan.decision.stages))),
+        ("outlook", outlook_problems(plan.outlook, len(plan.decision.stages))),
     ):
         for path, message in found:
             yield f"{section}.{path}", message

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopart.ir.actions import COMPUTE, Action
+from autopart.ir.actions import COMPUTE, RECEIVE, Action, parse_action
+from autopart.ir.errors import ProgramError
+
+MOST_SPANS = 60_000
+"""Spans of a step up to which a plan keeps them: about 1.5 MB of its file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,3 +38,36 @@ class Timeline:
     def busy_ns(self, rank: int) -> int:
         """Return the nanoseconds that a rank spends computing."""
         return sum(s.end_ns - s.start_ns for s in self.spans if s.rank == rank and s.action.is_a.role == COMPUTE)
+
+
+_LINE = re.compile(r"rank (\d{1,9}):((?: [0-9A-Z.<>]{2,40}@\d{1,18}\+\d{1,18})*)$")
+
+
+def spans_text(timeline: Timeline) -> tuple[str, ...]:
+    """Return a line for each rank, like "rank 0: 0F0@0+120 0SF0>1@120+30": start and length in nanoseconds.
+
+    Receives are left out: they end when the message of the other side arrives.  Returns () for more than `MOST_SPANS`.
+    """
+    kept = [span for span in timeline.spans if span.action.is_a.role != RECEIVE]
+    if len(kept) > MOST_SPANS:
+        return ()
+    lines: dict[int, list[str]] = {}
+    for span in kept:
+        lines.setdefault(span.rank, []).append(f"{span.action}@{span.start_ns}+{span.end_ns - span.start_ns}")
+    return tuple(" ".join([f"rank {rank}:", *lines[rank]]) for rank in sorted(lines))
+
+
+def read_spans(lines: Sequence[str]) -> Timeline:
+    """Read what `spans_text` wrote; spans are in order of their start.  Raises ProgramError."""
+    if (count := sum(line.count("@") for line in lines)) > MOST_SPANS:
+        raise ProgramError(f"a plan keeps at most {MOST_SPANS} spans, not {count}")
+    spans: list[Span] = []
+    for line in lines:
+        found = _LINE.match(line)
+        if not found:
+            raise ProgramError("a line of spans is not valid", why="lines look like rank 0: 0F0@0+120 0B0@120+240")
+        for word in found[2].split():
+            action, _, times = word.partition("@")
+            start, _, length = times.partition("+")
+            spans.append(Span(int(found[1]), parse_action(action), int(start), int(start) + int(length)))
+    return Timeline(tuple(sorted(spans, key=lambda span: (span.start_ns, span.rank))))

@@ -34,7 +34,7 @@ def cannot_pay(options: Options, eager: Plan) -> str:
         return "backend: eager, since steps= does not say how many steps are to come"
     if eager.provenance.costs != _MEASURED:
         return "backend: eager, since nothing can be measured here"
-    all_ns = options.steps * eager.report.step_ns
+    all_ns = options.steps * eager.outlook.step_ns
     if all_ns < LEAST_COMPILE_NS:
         return (
             f"backend: eager, since {options.steps:,} steps take {_seconds(all_ns)}, and compiling at least "
@@ -50,7 +50,7 @@ def pays(steps: int, eager: Plan, compiled: Plan, compile_ns: int) -> tuple[bool
     """
     if compiled.provenance.costs != _COMPILED:
         return False, "backend: eager, since compiled code cannot be measured here"
-    saved_ns = eager.report.step_ns - compiled.report.step_ns
+    saved_ns = eager.outlook.step_ns - compiled.outlook.step_ns
     if saved_ns <= 0:
         return False, "backend: eager, since compiled code makes no step shorter"
     needed = -(-compile_ns // saved_ns)

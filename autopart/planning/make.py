@@ -23,7 +23,7 @@ from autopart.capture.trace.autocast import is_stand_in
 from autopart.capture.trace.gradients import require_something_to_train
 from autopart.costs.optimizer_state import narrowest_bytes, state_factor
 from autopart.costs.sources import GROUP_NS, CostedGraph, costed, source_for
-from autopart.files.plan_cache import find_plan, keep_plan, planner_digest
+from autopart.files.caches.plan_cache import find_plan, keep_plan, planner_digest
 from autopart.files.plans import VERSION, load_plan, match_plan
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import InfeasibleError, PlanError, RefusedError, UsageError
@@ -98,7 +98,7 @@ def make_plan(
     given = read_plan(options)
     if to_run:
         _require_runnable(given, options)
-    captures.run_in(precision_of(options, given), cluster.kind)
+    captures.run_in(precision_of(options, given), cluster.kind, values_come=options.weights is not None)
     if given:
         return _given(given, captures, batch, cluster, options)
     if options.backend == "auto":
@@ -179,13 +179,13 @@ def _built(task: PlanningTask, costs: CostedGraph) -> Plan:
 
 def _hint_at_slices(task: PlanningTask, plan: Plan) -> tuple[str, ...]:
     """Return a note if slices of sequences may help; they are tried only on request, as that takes another capture."""
-    if task.options.token_slices is not None or plan.report.bubble < IDLE or len(plan.stages) < 2:
+    if task.options.token_slices is not None or plan.outlook.bubble < IDLE or len(plan.stages) < 2:
         return ()
     tokens = sequence_length(task.family.batch)
     if tokens is None or tokens < LONG:
         return ()
     return (
-        f'devices idle for {plan.report.bubble:.0%} of the step: token_slices="auto" tries slices of the sequences',
+        f'devices idle for {plan.outlook.bubble:.0%} of the step: token_slices="auto" tries slices of the sequences',
     )
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from autopart.ir.graph import Graph
+from autopart.ir.graph import Graph, module_range
 from autopart.ir.plan import Plan
-from autopart.report.plan_table import module_range, parameter_count
+from autopart.report.plan_table import modules_of, parameter_count
 
 
 def plan_facts(plan: Plan, graph: Graph | None = None) -> dict[str, object]:
@@ -23,10 +23,10 @@ def plan_facts(plan: Plan, graph: Graph | None = None) -> dict[str, object]:
         "copies": plan.decision.copies,
         "stages": [_stage(plan, s, graph) for s in range(len(plan.stages))],
         "step_ns": plan.step_ns,
-        "bubble": plan.report.bubble,
+        "bubble": plan.outlook.bubble,
         "costs": plan.provenance.costs,
-        "optimality": asdict(plan.report.optimality) if plan.report.optimality is not None else None,
-        "alternatives": [asdict(other) for other in plan.report.alternatives],
+        "optimality": asdict(plan.outlook.optimality) if plan.outlook.optimality is not None else None,
+        "alternatives": [asdict(other) for other in plan.outlook.alternatives],
         "notes": plan.notes,
     }
 
@@ -34,10 +34,12 @@ def plan_facts(plan: Plan, graph: Graph | None = None) -> dict[str, object]:
 def _stage(plan: Plan, s: int, graph: Graph | None) -> dict[str, object]:
     stage = plan.stages[s]
     facts: dict[str, object] = {"stage": s, "ranks": stage.ranks, "ops": len(stage.ops)}
+    if modules := modules_of(plan, graph)[s]:
+        facts["modules"] = module_range(modules)
     if graph is not None:
-        facts["modules"] = module_range(plan, s, graph)
         facts["params"] = parameter_count(graph, set(stage.ops))
     facts["recomputed"] = sum(map(len, stage.recompute))
+    facts["forward_only"] = stage.forward_only
     if plan.estimates:
         facts |= asdict(plan.estimates[s])
     return facts

@@ -1,71 +1,48 @@
-"""Draw the stage table of a plan, with the modules of each stage if its graph is known."""
+"""Draw the stage table of a plan, with the modules of each stage."""
 
 from __future__ import annotations
 
 import math
-import shutil
-import sys
-from collections import Counter
 
-from autopart.ir.explain import WIDTH, fitting_lines, footer, stage_grid, stage_row, total_row
-from autopart.ir.graph import Graph, Op
+from autopart.ir.explain import fitting_lines, footer, stage_grid, stage_row, terminal_width, total_row
+from autopart.ir.graph import Graph, module_range, stage_modules
 from autopart.ir.plan import Plan
 
 
 def stage_table(plan: Plan, graph: Graph | None = None, *, width: int | None = None) -> str:
     """Return the stages of a plan as plain text, like `plan.explain`.
 
-    graph: the captured graph of the plan; adds module paths and parameter counts.  width: characters of a line, by
-    default those of the terminal, else `WIDTH`; if lines would be wider, stages become columns.
+    graph: the captured graph of the plan; adds parameter counts, and modules to a plan without.  width: characters of a
+    line, by default `terminal_width`; if lines would be wider, stages become columns.
     """
-    rows = [stage_row(plan.decision, plan.report, s) for s in range(len(plan.stages))]
-    total = total_row(plan.decision, plan.report)
+    rows = [stage_row(plan.decision, plan.outlook, s) for s in range(len(plan.stages))]
+    modules = modules_of(plan, graph)
+    if any(modules):
+        rows = [_with(row, "ranks", "modules", module_range(own)) for row, own in zip(rows, modules, strict=True)]
+    total = total_row(plan.decision, plan.outlook)
     if graph is not None:
-        rows = [_with_graph(row, plan, s, graph) for s, row in enumerate(rows)]
+        counts = [_count(parameter_count(graph, set(stage.ops))) for stage in plan.stages]
+        rows = [_with(row, "ops", "params", count) for row, count in zip(rows, counts, strict=True)]
         total |= {"ops": str(len(graph.ops)), "params": _count(parameter_count(graph, {op.name for op in graph.ops}))}
     lines = fitting_lines(stage_grid(rows, total), width or terminal_width())
-    return "\n".join([*lines, *footer(plan.decision, plan.report, plan.provenance.costs)]) + "\n"
+    return "\n".join([*lines, *footer(plan.decision, plan.outlook, plan.provenance.costs)]) + "\n"
 
 
-def terminal_width() -> int:
-    """Return the characters of a line of the terminal; `WIDTH` where there is none."""
-    return shutil.get_terminal_size((WIDTH, 0)).columns if sys.stdout.isatty() else WIDTH
+def modules_of(plan: Plan, graph: Graph | None) -> tuple[tuple[str, ...], ...]:
+    """Return the modules of each stage: of the graph where it is known, else those that the plan names."""
+    if graph is not None:
+        return stage_modules([stage.ops for stage in plan.stages], graph)
+    return tuple(stage.modules for stage in plan.stages)
 
 
-def _with_graph(row: dict[str, str], plan: Plan, s: int, graph: Graph) -> dict[str, str]:
-    """Return the row of a stage with its modules after its ranks and its parameters after its ops."""
+def _with(row: dict[str, str], behind: str, name: str, cell: str) -> dict[str, str]:
+    """Return the row of a stage with another cell behind the one of the column `behind`."""
     found: dict[str, str] = {}
-    for name, cell in row.items():
-        found[name] = cell
-        if name == "ranks":
-            found["modules"] = module_range(plan, s, graph)
-        if name == "ops":
-            found["params"] = _count(parameter_count(graph, set(plan.stages[s].ops)))
+    for column, known in row.items():
+        found[column] = known
+        if column == behind:
+            found[name] = cell
     return found
-
-
-def module_range(plan: Plan, s: int, graph: Graph) -> str:
-    """Return the first and the last module of a stage, such as "transformer.h.0 … transformer.h.3".
-
-    A path ends at its first number, so that a layer is one module.  Ops that are in several stages are left out, unless
-    the stage has no others.
-    """
-    copies = Counter(name for stage in plan.stages for name in stage.ops)
-    mine = set(plan.stages[s].ops)
-    ops = [op for op in graph.ops if op.name in mine]
-    counted = [op for op in ops if copies[op.name] == 1] or ops
-    paths = list(dict.fromkeys(_layer(op) for op in counted if op.module))
-    if len(paths) <= 2:
-        return ", ".join(paths)
-    return f"{paths[0]} … {paths[-1]}"
-
-
-def _layer(op: Op) -> str:
-    parts = op.module.split(".")
-    for i, part in enumerate(parts):
-        if part.isdigit():
-            return ".".join(parts[: i + 1])
-    return op.module
 
 
 def parameter_count(graph: Graph, ops: set[str]) -> int:

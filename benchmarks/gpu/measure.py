@@ -89,7 +89,7 @@ def _predicted(pipe: autopart.Pipe) -> Answer:
     stage = next(iter(plan.decision.stages_of_rank(pipe.rank)), None)
     mine = None if stage is None or not plan.estimates else plan.estimates[stage].peak_bytes
     return {
-        "predicted_peak_bytes": mine, "simulated_s": plan.step_ns * 1e-9, "simulated_bubble": plan.report.bubble,
+        "predicted_peak_bytes": mine, "simulated_s": plan.step_ns * 1e-9, "simulated_bubble": plan.outlook.bubble,
         "stages": len(plan.stages), "replicas": [len(s.ranks) for s in plan.stages], "schedule": plan.schedule,
         "recomputed_ops": sum(len(group) for s in plan.stages for group in s.recompute),
         "costs": plan.provenance.costs, "flops_per_row": flops_per_row(pipe.session.graph),
@@ -162,6 +162,6 @@ def failed(error: BaseException) -> Answer:
 def measured_cluster(job: Job) -> Answer:
     """Return the cluster measured on this rank's machine and links."""
     from autopart.files.clusters import cluster_to_dict
-    from autopart.session.host_costs import detect_all
+    from autopart.session.pipe.host_costs import detect_all
 
     return {"cluster": cluster_to_dict(detect_all(job.world))}

@@ -17,13 +17,14 @@ from autopart.passes.program.schedules import find
 def with_forward_only(decision: Decision, learning: Collection[str]) -> Decision:
     """Mark the stages that are forward only, and no others; they recompute nothing.
 
-    learning: the ops that have a backward (`Graph.learning_ops`).  Under asynchronous schedules none is marked: the
-    rhythm of their updates has a backward on every stage, which does nothing there.  O(ops).
+    learning: the ops that have a backward (`Graph.learning_ops`); where there are none, as in evaluation, no stage is
+    marked.  Under asynchronous schedules none is either: the rhythm of their updates has a backward on every stage,
+    which does nothing there.  O(ops).
     """
-    synchronous = find(decision.schedule).synchronous
+    may_be = bool(learning) and find(decision.schedule).synchronous
 
     def marked(stage: Stage) -> Stage:
-        forward_only = synchronous and not any(name in learning for name in stage.ops)
+        forward_only = may_be and not any(name in learning for name in stage.ops)
         return replace(stage, forward_only=forward_only, recompute=() if forward_only else stage.recompute)
 
     return replace(decision, stages=tuple([marked(stage) for stage in decision.stages]))

@@ -14,11 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 
-from autopart.ir.graph import Graph
-from autopart.ir.plan import Decision, Report, Stage, check_decision
+from autopart.ir.graph import Graph, stage_modules
+from autopart.ir.plan import Decision, Outlook, Stage, check_decision
 from autopart.ir.program import Program
+from autopart.ir.timeline import spans_text
 from autopart.passes.ordering.bound import bound_ns
 from autopart.passes.ordering.pipeline import Pipeline
+from autopart.passes.program.learning import with_forward_only
 from autopart.passes.program.messages import prove_messages
 from autopart.passes.program.orders import Shape
 from autopart.passes.program.routing import edges, route
@@ -28,7 +30,7 @@ from autopart.passes.program.verify import check_program
 from autopart.passes.search.diagnostics import alternatives, mib
 from autopart.passes.search.evaluation import Evaluation, evaluate
 from autopart.passes.search.space import PlanRequest, SearchSpace
-from autopart.passes.simulation.estimate import estimate, excess_of, stage_estimates, work_of
+from autopart.passes.simulation.estimate import estimate, excess_of, stage_estimates, timeline_of, work_of
 from autopart.passes.simulation.rank_memory import stages_together
 from autopart.passes.simulation.stage_costs import Estimator
 
@@ -47,14 +49,14 @@ class Finalized:
 
     decision: Decision
     program: Program
-    report: Report
+    outlook: Outlook
     evaluation: Evaluation
     fastest_ns: int = 0
 
     @property
     def step_ns(self) -> int:
         """Simulated nanoseconds of the step."""
-        return self.report.step_ns
+        return self.outlook.step_ns
 
     @property
     def preference(self) -> float:
@@ -78,6 +80,7 @@ def finalize(
     proven: list[Finalized] = []
     lacking: list[Evaluation] = []
     known_ns: dict[tuple[object, ...], int | None] = {}  # steps over captured ops; None where it does not fit
+    learning = graph.learning_ops()
     while queue:
         step_ns, i, spare, turn, evaluation = heappop(queue)
         if proven and (
@@ -87,7 +90,8 @@ def finalize(
             continue
         over_blocks = evaluation.decision
         stages = lower_to_ops(over_blocks.stages, evaluation.space, graph)
-        decision = check_decision(replace(over_blocks, stages=stages), graph)
+        decision = with_forward_only(replace(over_blocks, stages=stages), learning)
+        check_decision(decision, graph)
         estimates = stage_estimates(decision, edges(decision, graph), estimator)
         excess = excess_of(decision, edges(decision, graph), estimator)
         if max(excess) <= 0:  # first, since to route and to prove a long program takes longer
@@ -125,7 +129,8 @@ def _explained(
     space: SearchSpace,
     estimator: Estimator,
 ) -> Finalized:
-    """Add notes and alternatives: those that fit over captured ops, or that were not tried and are slower anyway."""
+    """Add modules, the simulated step, notes and alternatives: those that fit over captured ops, or that were not tried
+    and are slower anyway."""
     judged = [(e, known_ns[e.key]) for e in seen if e is not taken.evaluation and e.key in known_ns]
     steps = judged + [(e, e.step_ns) for e in seen if e.key not in known_ns and e.step_ns >= taken.step_ns]
     others = tuple(replace(e, step_ns=known) for e, known in steps if known is not None)
@@ -136,8 +141,17 @@ def _explained(
         notes = (*notes, _ranks_note(taken, estimator))
     if taken.decision.order:
         notes = (*notes, _order_note(taken, estimator))
-    report = replace(taken.report, notes=notes, alternatives=alternatives(own, others, its))
-    return replace(taken, report=report, fastest_ns=fastest.step_ns)
+    modules = stage_modules([stage.ops for stage in taken.decision.stages], graph)
+    stages = tuple(replace(s, modules=own_ones) for s, own_ones in zip(taken.decision.stages, modules, strict=True))
+    outlook = replace(
+        taken.outlook,
+        notes=notes,
+        alternatives=alternatives(own, others, its),
+        limits=tuple(estimator.cluster.least_memory_bytes(stage.ranks) for stage in stages),
+        spans=spans_text(timeline_of(taken.decision, taken.program, estimator)),
+    )
+    decision = replace(taken.decision, stages=stages)
+    return replace(taken, decision=decision, outlook=outlook, fastest_ns=fastest.step_ns)
 
 
 def _ranks_note(taken: Finalized, estimator: Estimator) -> str:
@@ -155,7 +169,7 @@ def _ranks_note(taken: Finalized, estimator: Estimator) -> str:
 def _order_note(taken: Finalized, estimator: Estimator) -> str:
     """Return the note on a searched order: how far it can be from the best one for its stages, memory aside."""
     program, decision = taken.program, taken.decision
-    work = work_of(decision, taken.report.estimates, program.edges, program.tied, estimator)
+    work = work_of(decision, taken.outlook.estimates, program.edges, program.tied, estimator)
     least_ns = bound_ns(Pipeline.of(replace(Shape.of(decision), order=()), program.edges, work))
     gap = max(0.0, 1 - least_ns / taken.step_ns) if taken.step_ns else 0.0
     return f"order searched: no order of these stages takes less than {least_ns / 1e6:.3f} ms (gap {gap:.1%})"

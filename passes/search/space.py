@@ -198,8 +198,11 @@ class SearchSpace:
 
     @cached_property
     def learning(self) -> frozenset[str]:
-        """The blocks that have a backward."""
-        return self.chain.blocks.learning_ops()
+        """The blocks that have a backward: those with such an op, even if nobody reads what it writes."""
+        ops = self.fine.learning_ops()
+        return frozenset(
+            block.name for block in self.chain.blocks.ops if not ops.isdisjoint(block.parts or (block.name,))
+        )
 
     @cached_property
     def may_learn(self) -> Bools:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autopart.ir.actions import BACKWARD, FORWARD
-from autopart.ir.plan import Decision, Estimate, Report, Stage
+from autopart.ir.plan import Decision, Estimate, Outlook, Stage
 from autopart.ir.program import Edge, Program
 from autopart.ir.size import Size
 from autopart.ir.timeline import Timeline
@@ -33,7 +33,7 @@ LONG = 20_000
 """Actions of a program from which on candidates are judged by a shorter one."""
 
 
-def estimate(decision: Decision, program: Program, estimator: Estimator) -> Report:
+def estimate(decision: Decision, program: Program, estimator: Estimator) -> Outlook:
     """Return `estimates` (bytes and nanoseconds), `step_ns` and `bubble` (a fraction) of a decision.
 
     Before: the program is the decision's, verified.  step_ns of an asynchronous schedule is micro-batches times the
@@ -42,13 +42,13 @@ def estimate(decision: Decision, program: Program, estimator: Estimator) -> Repo
     """
     estimates = stage_estimates(decision, program.edges, estimator)
     if not find(decision.schedule).synchronous:
-        return Report(steady_ns(decision, estimates), 0.0, estimates)
+        return Outlook(steady_ns(decision, estimates), 0.0, estimates)
     work = work_of(decision, estimates, program.edges, program.tied, estimator)
     step = step_ns(program, work)
     busy = program.micros * sum(sum(part.fwd_ns) + sum(part.bwd_ns) for part in work.slices or (work,))
     shape = Shape.of(decision)
     whole = step * (len(shape.workers) if shape.homes else sum(shape.replicas))
-    return Report(step, max(0.0, 1 - busy / whole) if whole else 0.0, estimates)
+    return Outlook(step, max(0.0, 1 - busy / whole) if whole else 0.0, estimates)
 
 
 def stage_estimates(decision: Decision, links: tuple[Edge, ...], estimator: Estimator) -> Estimates:

@@ -127,9 +127,12 @@ def test_a_plan_file_is_written_explained_and_matched_to_its_model(command, tmp_
     assert code == 0 and "schedule gpipe" in out and str(path) in out
     assert autopart.load_plan(path).schedule == "gpipe"
     code, out, _ = command("explain", str(path))
-    assert code == 0 and "schedule gpipe" in out and "modules" not in out
+    assert code == 0 and "schedule gpipe" in out and "0 … 3" in out and "params" not in out
     code, out, _ = command("explain", str(path), "--model", "mlp")
-    assert code == 0 and "0 … 3" in out
+    assert code == 0 and "0 … 3" in out and "params" in out
+    code, out, _ = command("report", str(path))
+    assert code == 0 and str(path.with_suffix(".html")) in out
+    assert "<h1>autopart: plan</h1>" in path.with_suffix(".html").read_text()
     path.write_text(path.read_text().replace('"world": 2', '"world": "two"'))
     code, _, err = command("explain", str(path))
     assert code == 2 and "world" in err

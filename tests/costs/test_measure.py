@@ -13,7 +13,7 @@ from torch import nn
 from autopart.capture import Captured, capture
 from autopart.capture.batch.batch import flatten
 from autopart.costs.measure import environment, measure_costs
-from autopart.files.kept import CacheWarning, read_kept, write_kept
+from autopart.files.caches.kept import CacheWarning, read_kept, write_kept
 from autopart.ir.cluster import Device
 from autopart.ir.cost import check
 from autopart.ir.graph import Graph

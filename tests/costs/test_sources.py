@@ -45,7 +45,7 @@ def test_a_registered_source_goes_by_its_name(registry: dict[str, Any]) -> None:
     register_cost_source("by hand", by_module)
     own, named = planned(costs=by_module), planned(costs="by hand")
     assert named.provenance == replace(own.provenance, costs="by hand")
-    assert (named.decision, named.report) == (own.decision, own.report)
+    assert (named.decision, named.outlook) == (own.decision, own.outlook)
     register_cost_source("by hand", by_module)
     with pytest.raises(UsageError, match="already"):
         register_cost_source("analytic", by_module)

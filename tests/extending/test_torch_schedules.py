@@ -13,7 +13,7 @@ from support.workers import Workers
 
 import autopart
 from autopart.ir.errors import UsageError
-from autopart.ir.plan import Decision, Plan, Provenance, Report, Stage
+from autopart.ir.plan import Decision, Outlook, Plan, Provenance, Stage
 from autopart.ir.program import Program
 from autopart.passes.program.routing import route
 from autopart.passes.program.verify import check_program
@@ -27,7 +27,7 @@ def planned(name: str, ranks: int, each: int, micros: int, schedule: str) -> tup
     model = graph("; ".join(f"v{s}:3 +w{s} #4 <- {f'v{s - 1}' if s else 'x'}" for s in range(count)))
     stages = tuple(Stage((f"v{s}",), (home(name, s, ranks),)) for s in range(count))
     decision = Decision(ranks, stages, (1,) * micros, schedule)
-    return Plan(Provenance("g", "s", "2.13.0"), decision, Report()), check_program(route(decision, model))
+    return Plan(Provenance("g", "s", "2.13.0"), decision, Outlook()), check_program(route(decision, model))
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -228,7 +228,7 @@ def _lost(text: str) -> str:
         (lambda text: "[1, 2]", ("is not a plan",)),
         (lambda text: "\x00\x01", ("JSON",)),
         (_changed(version=99), ("version 99",)),
-        (_changed(version=2), ("version 2", "reads version 3", "make the plan again")),
+        (_changed(version=2), ("version 2", "reads version 4", "make the plan again")),
         (_changed("decision", schedule=""), ("decision.schedule", "name")),
         (_changed("decision", world="two"), ("decision.world",)),
         (_changed("decision", stages=[]), ("decision.stages",)),

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from autopart.files import compiled_cache
-from autopart.files.compiled_cache import CompiledProgram, find_program, keep_program, program_path
-from autopart.files.kept import CacheWarning, write_kept
+from autopart.files.caches import compiled_cache
+from autopart.files.caches.compiled_cache import CompiledProgram, find_program, keep_program, program_path
+from autopart.files.caches.kept import CacheWarning, write_kept
 
 FOUND = CompiledProgram(20 * 10**9, ((5, 0, 0), (7, 9, 1 << 40)))
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from autopart.files import cost_cache, storage
-from autopart.files.cost_cache import cost_path, keep_times, read_times
-from autopart.files.kept import CacheWarning, write_kept
+from autopart.files import storage
+from autopart.files.caches import cost_cache
+from autopart.files.caches.cost_cache import cost_path, keep_times, read_times
+from autopart.files.caches.kept import CacheWarning, write_kept
 from autopart.files.storage import cache_folder
 
 

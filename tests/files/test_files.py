@@ -40,7 +40,7 @@ def test_diff_is_empty_for_equal_plans_alone(a: Plan, b: Plan) -> None:
 
 def test_the_layout_is_one_op_a_line_and_numbers_side_by_side() -> None:
     lines = plan_to_json(example()).splitlines()
-    assert lines[1] == '  "version": 3,'
+    assert lines[1] == '  "version": 4,'
     assert '          "b"' in lines and '        "ranks": [0],' in lines and '    "micro_rows": [2, 2],' in lines
     assert sum('"fwd_ns": 1, "bwd_ns": 2' in line for line in lines) == 2
     assert plan_to_json(example()).endswith("}\n")
@@ -123,21 +123,21 @@ BOTH_AGAIN = "decision.stages[0].recompute, decision.stages[1].recompute"
             "decision.micro_rows",
             "differ by at most one row, not (3, 1)",
         ),
-        ('"version": 3', '"version": 2', "version", "this release reads version 3"),
-        ('"version": 3', '"version": true', "version", "this release reads version 3"),
-        ('  "version": 3,', "", "version", "the key is missing"),
+        ('"version": 4', '"version": 2', "version", "this release reads version 4"),
+        ('"version": 4', '"version": true', "version", "this release reads version 4"),
+        ('  "version": 4,', "", "version", "the key is missing"),
         ('"recompute": []', '"recompute": [["b"]]', "decision.stages[1].recompute", "or one that is not in the stage"),
         ('"recompute": []', '"recompute": [["b"], ["b"]]', BOTH_AGAIN, "names an op twice"),
         ('"recompute": []', '"recompute": true', BOTH_AGAIN, "must be a valid array"),
-        ('"optimality": null', '"optimality": 3', "report.optimality", "must be"),
-        ('"bubble": 0.0', '"bubble": 1.5', "report.bubble", "must be a share between 0 and 1, not 1.5"),
-        ('"bubble": 0.0', '"bubble": 1e999', "report.bubble", "must be a finite number, not inf"),
-        ('"bubble": 0.0', '"bubble": NaN', "report.bubble", "must be a finite number, not nan"),
-        ('"bubble": 0.0', '"bubble": -Infinity', "report.bubble", "must be a finite number, not -inf"),
-        ('"step_ns": 0', '"step_ns": -1', "report.step_ns", "must not be negative, not -1"),
-        ('"step_ns": 0', '"step_ns": 0, "step_ns": 1', "report", "key 'step_ns' appears twice in one object"),
+        ('"optimality": null', '"optimality": 3', "outlook.optimality", "must be"),
+        ('"bubble": 0.0', '"bubble": 1.5', "outlook.bubble", "must be a share between 0 and 1, not 1.5"),
+        ('"bubble": 0.0', '"bubble": 1e999', "outlook.bubble", "must be a finite number, not inf"),
+        ('"bubble": 0.0', '"bubble": NaN', "outlook.bubble", "must be a finite number, not nan"),
+        ('"bubble": 0.0', '"bubble": -Infinity', "outlook.bubble", "must be a finite number, not -inf"),
+        ('"step_ns": 0', '"step_ns": -1', "outlook.step_ns", "must not be negative, not -1"),
+        ('"step_ns": 0', '"step_ns": 0, "step_ns": 1', "outlook", "key 'step_ns' appears twice in one object"),
         ('"costs"', '"cost"', "provenance.cost", "unknown key"),
-        ('"made by hand"', "made by hand", "line 50, column 7", "Expecting value"),
+        ('"made by hand"', "made by hand", "line 52, column 7", "Expecting value"),
     ],
 )
 def test_an_edit_is_refused_with_its_place(old: str, new: str, where: str, why: str) -> None:
@@ -156,14 +156,14 @@ OLD = """{"version": 1, "graph_digest": "g", "structure_digest": "s", "torch_ver
 """As release 0.1 wrote it."""
 
 
-@pytest.mark.parametrize("text", [OLD, plan_to_json(example()).replace('"version": 3', '"version": 1')])
+@pytest.mark.parametrize("text", [OLD, plan_to_json(example()).replace('"version": 4', '"version": 1')])
 def test_a_plan_of_an_older_release_is_refused_by_its_version_alone(text: str, tmp_path: Path) -> None:
     path = tmp_path / "old.json"
     path.write_text(text)
     with pytest.raises(PlanFileError) as caught:
         load_plan(path)
     assert (caught.value.what, caught.value.where) == (f"{path} has plan version 1", "version")
-    assert caught.value.why == "this release reads version 3" and "make the plan again" in caught.value.fix
+    assert caught.value.why == "this release reads version 4" and "make the plan again" in caught.value.fix
 
 
 def test_every_problem_is_reported_at_once() -> None:

@@ -20,10 +20,10 @@ from support.languages.graphs import cluster, layers, source
 from support.languages.mutations import mutated
 from support.languages.plans import example
 
+from autopart.files.caches.cost_cache import cost_path, keep_times, read_times
+from autopart.files.caches.kept import CacheWarning, write_kept
+from autopart.files.caches.plan_cache import find_plan, plan_path
 from autopart.files.clusters import cluster_to_dict, cluster_to_yaml, parse_cluster
-from autopart.files.cost_cache import cost_path, keep_times, read_times
-from autopart.files.kept import CacheWarning, write_kept
-from autopart.files.plan_cache import find_plan, plan_path
 from autopart.files.plans import diff_plans, load_plan, plan_from_json, plan_to_json
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import AutopartError

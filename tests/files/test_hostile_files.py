@@ -20,7 +20,7 @@ from autopart.files.limits import MAX_BYTES, MAX_DEPTH
 from autopart.files.plans import diff_plans, load_plan, plan_from_json, plan_to_json, save_plan
 from autopart.ir.errors import AutopartError, ClusterError
 from autopart.ir.outlook import Alternative, Optimality
-from autopart.ir.plan import Plan, Provenance, Report, Stage
+from autopart.ir.plan import Outlook, Plan, Provenance, Stage
 from autopart.report.plan_table import stage_table
 
 
@@ -94,7 +94,7 @@ def test_a_cluster_file_that_would_hang_or_swell_is_refused_soon(tmp_path: Path)
 
 def decision(*, world: str = "2", ranks: str = "0", rows: str = "1", ops: str = '"a"') -> str:
     stage = f'{{"ops": [{ops}], "ranks": [{ranks}]}}'
-    head = '"version": 3, "provenance": {"graph_digest": "g", "structure_digest": "s", "torch_version": "2"}'
+    head = '"version": 4, "provenance": {"graph_digest": "g", "structure_digest": "s", "torch_version": "2"}'
     body = f'"world": {world}, "stages": [{stage}], "micro_rows": [{rows}], "schedule": "1f1b"'
     return f'{{{head}, "decision": {{{body}}}}}'
 
@@ -107,11 +107,11 @@ PLANS = {
     "one rank 65 536 times": (decision(ranks=",".join("0" * 65_536)), "rank 0 appears twice"),
     "one op 100 000 times": (decision(ops=",".join(['"a"'] * 100_000)), "appears twice"),
     "fractions": (decision(ranks=",".join(["0.5"] * 100_000)), "100000 values are wrong"),
-    "unknown keys": ('{"version": 3,' + ",".join(f'"k{i}": 1' for i in range(50_000)) + "}", "50002 values are wrong"),
+    "unknown keys": ('{"version": 4,' + ",".join(f'"k{i}": 1' for i in range(50_000)) + "}", "50002 values are wrong"),
     "wrong at the end": (decision(ops='"a",' * 5000 + ",".join("1" * 5000)), "and 4980 more"),
-    "deep": ('{"version": 3, "decision": ' + "[" * 10**5, "more than 32 deep"),
-    "an escape in a key": ('{"version": 3, "\\u001b]0;gone\\u0007": 1}', "\\x1b]0;gone\\x07: unknown key"),
-    "a long key": ('{"version": 3, "' + "k" * 10**6 + '": 1}', "kkk...: unknown key"),
+    "deep": ('{"version": 4, "decision": ' + "[" * 10**5, "more than 32 deep"),
+    "an escape in a key": ('{"version": 4, "\\u001b]0;gone\\u0007": 1}', "\\x1b]0;gone\\x07: unknown key"),
+    "a long key": ('{"version": 4, "' + "k" * 10**6 + '": 1}', "kkk...: unknown key"),
     "an escape as version": ('{"version": "\\u001b[2J"}', "version '\\x1b[2J'"),
     "an escape in an op": (decision(ops='"\\u001b[2J", "\\u001b[2J"'), "op \\x1b[2J appears twice"),
     "a key twice": (decision()[:-1] + ', "decision": {}}', "key 'decision' appears twice"),
@@ -164,7 +164,7 @@ def hostile() -> Plan:
     stages = tuple(Stage(tuple(ESCAPE + name for name in s.ops), s.ranks) for s in made.stages)
     estimate = type(made.estimates[0])(*[most] * 16)
     others = (Alternative(ESCAPE, most, ESCAPE),)
-    report = Report(most, 1.0, (estimate,) * 2, (ESCAPE,), Optimality(most, most, 1.0, False), others)
+    report = Outlook(most, 1.0, (estimate,) * 2, (ESCAPE,), Optimality(most, most, 1.0, False), others)
     decided = type(made.decision)(2, stages, (2**31 - 1,), ESCAPE)
     return Plan(Provenance(ESCAPE, ESCAPE, ESCAPE, ESCAPE), decided, report)
 
@@ -184,7 +184,7 @@ def test_the_command_line_prints_what_files_say_with_escapes_spelled_out(
     names = [str(tmp_path / name) for name in ("hostile.json", "plain.json", "broken.json", "pipe.json")]
     save_plan(hostile(), names[0])
     save_plan(example(), names[1])
-    Path(names[2]).write_text('{"version": 3, "\\u001b[2J": "\\ud800"}')
+    Path(names[2]).write_text('{"version": 4, "\\u001b[2J": "\\ud800"}')
     os.mkfifo(names[3])
     for words, code in (
         (["explain", names[0]], 0), (["explain", names[0], "--json"], 0), (["diff", names[1], names[0]], 1),

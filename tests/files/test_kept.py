@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from autopart.files import storage
-from autopart.files.cost_cache import cost_path, keep_times, read_times
-from autopart.files.kept import CacheWarning, read_kept, write_kept
+from autopart.files.caches.cost_cache import cost_path, keep_times, read_times
+from autopart.files.caches.kept import CacheWarning, read_kept, write_kept
 from autopart.files.storage import locked
 from autopart.ir.errors import AutopartError
 

@@ -17,9 +17,9 @@ from torch import nn
 
 import autopart
 from autopart.cli.main import main
-from autopart.files import plan_cache
-from autopart.files.kept import CacheWarning, read_kept
-from autopart.files.plan_cache import digest_of_sources, find_plan, keep_plan, plan_path, planner_digest
+from autopart.files.caches import plan_cache
+from autopart.files.caches.kept import CacheWarning, read_kept
+from autopart.files.caches.plan_cache import digest_of_sources, find_plan, keep_plan, plan_path, planner_digest
 from autopart.files.plans import load_plan, plan_to_json
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import UsageError

@@ -16,9 +16,9 @@ from autopart.ir.outlook import Alternative, Optimality
 from autopart.ir.plan import (
     Decision,
     Estimate,
+    Outlook,
     Plan,
     Provenance,
-    Report,
     Stage,
     check,
     check_decision,
@@ -34,7 +34,7 @@ def example() -> Plan:
     return Plan(
         Provenance("g", "s", "2.13.0", "measured"),
         Decision(3, (Stage(("a", "b"), (0,), (("a",),)), Stage(("c",), (2,))), (4, 4, 3), "1f1b"),
-        Report(
+        Outlook(
             20_000_000,
             0.25,
             (estimate, estimate),
@@ -88,10 +88,13 @@ def test_everything_wrong_with_a_decision_is_found_with_its_place(change: dict[s
     ("change", "path"),
     [
         ({"schedule": ""}, "decision.schedule"),
-        ({"step_ns": -1}, "report.step_ns"),
-        ({"bubble": 1.5}, "report.bubble"),
-        ({"estimates": example().estimates[:1]}, "report.estimates"),
-        ({"estimates": (example().estimates[0], replace(example().estimates[1], live=-1))}, "report.estimates[1].live"),
+        ({"step_ns": -1}, "outlook.step_ns"),
+        ({"bubble": 1.5}, "outlook.bubble"),
+        ({"estimates": example().estimates[:1]}, "outlook.estimates"),
+        (
+            {"estimates": (example().estimates[0], replace(example().estimates[1], live=-1))},
+            "outlook.estimates[1].live",
+        ),
     ],
 )
 def test_a_check_and_a_plan_file_find_the_same(change: dict[str, Any], path: str) -> None:
@@ -162,11 +165,17 @@ def test_a_decision_and_a_report_print_as_one_short_line() -> None:
     ops = tuple(f"a_rather_long_name_of_an_op_{i}" for i in range(5000))
     wide = Decision(40, tuple(Stage(ops, (s,)) for s in range(40)), (4,) * 500 + (3,) * 100, "1f1b")
     assert str(example().decision) == "1f1b, 3 micro-batches of 4 3 rows, world 3, 2 stages: 2 ops on 0 | 1 ops on 2"
-    assert repr(example().report) == "<Report simulated step 20.00 ms, bubble 25.0%, 1 notes, 1 alternatives>"
-    for text in (str(wide), repr(wide), repr(example().report)):
+    assert repr(example().outlook) == "<Outlook simulated step 20.00 ms, bubble 25.0%, 1 notes, 1 alternatives>"
+    for text in (str(wide), repr(wide), repr(example().outlook)):
         assert len(text) < 250 and "\n" not in text
 
 
 def test_notes_are_added_behind_those_a_plan_has() -> None:
     assert example().with_notes("a", "b").notes == ("rank 1 idles", "a", "b")
     assert example().with_notes() == example()
+
+
+def test_a_decision_says_which_modules_run_where() -> None:
+    stages = tuple(replace(s, modules=(f"h.{i}", "n", f"h.{i + 3}")) for i, s in enumerate(example().stages))
+    assert "2 stages: h.0 … h.3 on 0 | h.1 … h.4 on 2" in str(changed(example(), stages=stages).decision)
+    assert changed(example(), stages=stages) == example()  # for people alone

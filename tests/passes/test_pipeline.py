@@ -13,7 +13,7 @@ from support.languages.graphs import cluster, clusters, graph, graphs, layers, p
 from autopart.ir.errors import GraphError, InfeasibleError, UsageError
 from autopart.ir.graph import Graph
 from autopart.ir.graph import check as check_graph
-from autopart.ir.plan import Decision, Estimate, Plan, Report, check
+from autopart.ir.plan import Decision, Estimate, Outlook, Plan, check
 from autopart.ir.size import Size
 from autopart.passes.graph.atoms import atoms
 from autopart.passes.pipeline import LARGEST, _spaces
@@ -44,7 +44,7 @@ def test_any_graph_is_planned_and_its_program_proven(g: Graph, data: st.DataObje
         assert list(stage.ops) == sorted(stage.ops, key=place.__getitem__)
     assert len(p.stages) <= world and (len(p.stages) == world or "idle" in p.notes[0])
     assert p.step_ns >= max(e.fwd_ns + e.bwd_ns for e in p.estimates) * micros
-    assert 0 <= p.report.bubble < 1
+    assert 0 <= p.outlook.bubble < 1
 
 
 def test_same_request_gives_the_same_plan() -> None:
@@ -105,11 +105,11 @@ def test_one_stage_has_no_messages() -> None:
     assert str(route(p.decision, layers(2))) == "0F0 0B0 0F1 0B1 0O" and p.notes == ()
     (e,) = p.estimates
     assert p.step_ns == 2 * sum(op.cost.total_ns for op in layers(2).ops) + e.optimizer_ns
-    assert p.report.bubble == pytest.approx(e.optimizer_ns / p.step_ns)
+    assert p.outlook.bubble == pytest.approx(e.optimizer_ns / p.step_ns)
 
 
 def test_nothing_to_train_leaves_no_bubble_on_one_device() -> None:
-    assert plan_of(graph("a:1 <- x; b:1 <- a"), cluster(1)).report.bubble == 0
+    assert plan_of(graph("a:1 <- x; b:1 <- a"), cluster(1)).outlook.bubble == 0
 
 
 def test_devices_beyond_the_blocks_idle_and_are_noted() -> None:
@@ -293,9 +293,9 @@ def test_a_plan_that_is_slower_over_ops_than_its_blocks_said_makes_room_for_the_
     g, c = layers(8, size=64), cluster(4)
     known = plan_of(g, c, micros=8)
     assert len(known.stages) == 4
-    others = {a.name: a.step_ns for a in known.report.alternatives}
+    others = {a.name: a.step_ns for a in known.outlook.alternatives}
 
-    def dearer(decision: Decision, *args: Any) -> Report:
+    def dearer(decision: Decision, *args: Any) -> Outlook:
         report = estimate(decision, *args)
         return replace(report, step_ns=report.step_ns + (10**6 if len(decision.stages) == 4 else 0))
 
@@ -303,7 +303,7 @@ def test_a_plan_that_is_slower_over_ops_than_its_blocks_said_makes_room_for_the_
     p = plan_of(g, c, micros=8)
     assert len(p.stages) != 4
     assert p.step_ns <= others["3 stages"] < known.step_ns + 10**6
-    for alternative in p.report.alternatives:  # what it was compared with over ops is told as it is there
+    for alternative in p.outlook.alternatives:  # what it was compared with over ops is told as it is there
         assert alternative.step_ns >= p.step_ns or alternative.why.startswith("does not fit")
 
 
@@ -313,24 +313,24 @@ def test_of_plans_about_as_fast_the_one_with_the_fewest_stages_is_taken_and_said
 ) -> None:
     g, c = layers(8, size=64), cluster(4)
     known = plan_of(g, c, micros=8)
-    (three_ns,) = [a.step_ns for a in known.report.alternatives if a.name == "3 stages"]
+    (three_ns,) = [a.step_ns for a in known.outlook.alternatives if a.name == "3 stages"]
     four_ns = int(three_ns / slower)
 
-    def told(decision: Decision, *args: Any) -> Report:
+    def told(decision: Decision, *args: Any) -> Outlook:
         report = estimate(decision, *args)
         return replace(report, step_ns=four_ns if len(decision.stages) == 4 else report.step_ns)
 
     monkeypatch.setattr(finish, "estimate", told)
     p = plan_of(g, c, micros=8)
     assert len(known.stages) == 4 and len(p.stages) == stages
-    said = [a for a in p.report.alternatives if a.name == "the fastest, 4 stages"]
-    assert p.report.optimality is not None and p.report.optimality.objective == p.step_ns
+    said = [a for a in p.outlook.alternatives if a.name == "the fastest, 4 stages"]
+    assert p.outlook.optimality is not None and p.outlook.optimality.objective == p.step_ns
     if stages == 4:
         assert not said
         return
     assert said[0].step_ns == four_ns and said[0].why == "the plan is 0.5% slower than 4 stages; fewer stages"
     assert said[0].why in p.explain()
-    assert p.report.optimality.lower_bound <= four_ns and not p.report.optimality.proved
+    assert p.outlook.optimality.lower_bound <= four_ns and not p.outlook.optimality.proved
 
 
 def test_where_no_plan_fits_over_ops_the_excess_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,7 +344,7 @@ def test_where_no_plan_fits_over_ops_the_excess_there_is_told(monkeypatch: pytes
 
 def test_a_plan_that_does_not_fit_over_ops_is_no_alternative(monkeypatch: pytest.MonkeyPatch) -> None:
     g, c = layers(8, size=64), cluster(4)
-    assert "3 stages" in {a.name for a in plan_of(g, c, micros=8, stages=None).report.alternatives}
+    assert "3 stages" in {a.name for a in plan_of(g, c, micros=8, stages=None).outlook.alternatives}
 
     def more(decision: Decision, *args: Any) -> list[int]:
         extra = 0 if len(decision.stages) == 2 else 1 << 50
@@ -353,8 +353,8 @@ def test_a_plan_that_does_not_fit_over_ops_is_no_alternative(monkeypatch: pytest
     monkeypatch.setattr(finish, "excess_of", more)
     p = plan_of(g, c, micros=8)
     assert len(p.stages) == 2
-    assert all(a.step_ns >= p.step_ns or a.why.startswith("does not fit") for a in p.report.alternatives), (
-        p.report.alternatives
+    assert all(a.step_ns >= p.step_ns or a.why.startswith("does not fit") for a in p.outlook.alternatives), (
+        p.outlook.alternatives
     )
 
 

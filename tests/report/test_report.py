@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from support.languages.plans import changed
 
 from autopart.ir.actions import parse_action
-from autopart.ir.graph import Graph, Op, Param
+from autopart.ir.graph import Graph, Op, Param, module_range
 from autopart.ir.outlook import Alternative, Optimality
-from autopart.ir.plan import Decision, Estimate, Plan, Provenance, Report, Stage
+from autopart.ir.plan import Decision, Estimate, Outlook, Plan, Provenance, Stage
 from autopart.ir.size import Size
 from autopart.ir.timeline import Span, Timeline
 from autopart.report.chrome_trace import chrome_trace
-from autopart.report.plan_table import module_range, stage_table
+from autopart.report.plan_table import modules_of, stage_table
 from autopart.report.text_timeline import timeline_text
 
 MIB = 2**20
@@ -45,7 +45,7 @@ def plan() -> Plan:
     return Plan(
         Provenance("g", "s", "2.13.0"),
         Decision(3, (Stage(first, (0,)), Stage(second, (2,))), (4, 4, 3), "1f1b"),
-        Report(20_000_000, 0.213, (a, b), ("rank 1 idles [see above]",)),
+        Outlook(20_000_000, 0.213, (a, b), ("rank 1 idles [see above]",)),
     )
 
 
@@ -102,7 +102,7 @@ def test_replicas_and_recomputed_ops_are_counted() -> None:
     assert cells(lines[2])[:4] == ["0", "0-1,3", "6", "1"] or cells(lines[2])[:4] == ["0", "0,1,3", "6", "1"]
 
 
-def test_without_a_graph_there_are_no_modules() -> None:
+def test_a_plan_without_modules_and_graph_shows_none() -> None:
     assert "modules" not in stage_table(plan()) and "params" not in stage_table(plan())
 
 
@@ -141,11 +141,11 @@ def test_without_a_terminal_lines_of_the_table_have_at_most_100_characters() -> 
 
 
 def test_modules_end_at_the_layer_and_leave_out_copies() -> None:
-    assert module_range(plan(), 0, graph()) == "emb … h.1"
-    assert module_range(plan(), 1, graph()) == "h.2 … head"
+    assert module_range(modules_of(plan(), graph())[0]) == "emb … h.1"
+    assert module_range(modules_of(plan(), graph())[1]) == "h.2 … head"
     two = changed(plan(), stages=(Stage(("mask", "up0", "down0", "up1"), (0,)), Stage(("mask",), (1,))))
-    assert module_range(two, 0, graph()) == "h.0, h.1"
-    assert module_range(two, 1, graph()) == "encoder"
+    assert module_range(modules_of(two, graph())[0]) == "h.0, h.1"
+    assert module_range(modules_of(two, graph())[1]) == "encoder"
 
 
 def timeline(*spans: tuple[int, str, int, int]) -> Timeline:

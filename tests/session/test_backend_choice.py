@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import autopart
-from autopart.files.compiled_cache import CompiledProgram
+from autopart.files.caches.compiled_cache import CompiledProgram
 from autopart.ir.errors import UsageError
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan
@@ -48,7 +48,7 @@ def planned(**options: Any) -> Plan:
 def plan_of(step_ns: int, costs: str) -> Plan:
     plan = planned(costs="analytic")
     made = replace(plan.provenance, costs=costs)
-    return replace(plan, provenance=made, report=replace(plan.report, step_ns=step_ns))
+    return replace(plan, provenance=made, outlook=replace(plan.outlook, step_ns=step_ns))
 
 
 def compiles_in(monkeypatch: pytest.MonkeyPatch, compile_ns: int, faster: int = 2) -> list[str]:

@@ -16,7 +16,7 @@ from autopart.capture import Captured, capture
 from autopart.capture.batch.batch import flatten
 from autopart.costs.profiler import Program
 from autopart.costs.sources import measured, source_for
-from autopart.files.compiled_cache import CompiledProgram
+from autopart.files.caches.compiled_cache import CompiledProgram
 from autopart.ir.cluster import Device
 from autopart.ir.graph import Graph
 from autopart.ir.size import Size

@@ -1,4 +1,4 @@
-"""What the guide and the page of `Pipe` say: every snippet runs, and the table lists what the class has."""
+"""What the pages on training and the page of `Pipe` say: every snippet runs, and the table lists what the class has."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ import autopart
 from autopart.session.ranks.call_sync import NAMES
 
 DOCS = Path(__file__).parents[2] / "docs"
-SECTIONS = ("Saving and resuming", "Accumulating gradients", "Parameter groups", "Averages of the weights (EMA)")
+SECTIONS = {
+    "Saving and resuming": "state.md",
+    "Accumulating gradients": "training_loop.md",
+    "Parameter groups": "training_loop.md",
+    "Averages of the weights (EMA)": "evaluation.md",
+}
 
 
 def rows() -> list[tuple[set[str], bool]]:
@@ -35,12 +40,12 @@ def test_the_page_of_the_pipe_calls_collective_what_the_ranks_agree_on() -> None
 
 
 def snippets(title: str) -> list[str]:
-    text = (DOCS / "guide.md").read_text()
-    section = re.split(r"^##", text.split(f"### {title}\n")[1], flags=re.MULTILINE)[0]
+    text = (DOCS / SECTIONS[title]).read_text()
+    section = re.split(r"^##", text.split(f"## {title}\n")[1], flags=re.MULTILINE)[0]
     return re.findall(r"^```python\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
 
 
-def test_the_snippets_of_the_guide_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_snippets_of_the_pages_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     model, loss_fn = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)), nn.functional.cross_entropy
     data = [(torch.randn(8, 4), torch.randint(3, (8,))) for _ in range(4)]

@@ -20,7 +20,7 @@ from autopart.capture import Captured
 from autopart.costs.measure import environment
 from autopart.costs.profiler import Program, affordable, made_up_inputs, profile_code
 from autopart.costs.sources import CostedGraph, auto
-from autopart.files.compiled_cache import CompiledProgram, OpCost, find_program, keep_program
+from autopart.files.caches.compiled_cache import CompiledProgram, OpCost, find_program, keep_program
 from autopart.ir.cluster import Device
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Stage

@@ -72,9 +72,9 @@ def test_what_is_proved_is_never_above_the_plan(random: Random, stages: int) -> 
     p = replace(p, request=request)
     plain, proven = planned(p), planned(replace(p, request=replace(request, prove_seconds=20.0)))
     assume(plain is not None)
-    assert plain is not None and proven is not None and plain.report.optimality and proven.report.optimality
+    assert plain is not None and proven is not None and plain.outlook.optimality and proven.outlook.optimality
     assert proven.stages == plain.stages and proven.notes[:-1] == plain.notes and "CP-SAT" in proven.notes[-1]
-    assert plain.report.optimality.lower_bound <= proven.report.optimality.lower_bound <= proven.step_ns
+    assert plain.outlook.optimality.lower_bound <= proven.outlook.optimality.lower_bound <= proven.step_ns
     evaluation = next(
         v
         for v in (evaluate(p.space, candidate) for candidate in candidates(p.space))
@@ -83,7 +83,7 @@ def test_what_is_proved_is_never_above_the_plan(random: Random, stages: int) -> 
     bound = certified(evaluation, 20).bound_ns
     assert bound <= proven.step_ns  # of itself, not because it is cut off there
     if settles(request, p.cluster):
-        assert proven.report.optimality.lower_bound == max(plain.report.optimality.lower_bound, bound)
+        assert proven.outlook.optimality.lower_bound == max(plain.outlook.optimality.lower_bound, bound)
 
 
 BRANCHES = "a:4 #0 <- x; " + "; ".join(f"{n}:{t} #0 <- a" for n, t in zip("bcdef", (3, 7, 5, 1, 6), strict=True))
@@ -96,10 +96,10 @@ def test_branches_that_the_line_cannot_part_better_are_proved() -> None:
     request = PlanRequest(((1,) * 4,), stages=3, replicas=1)
     g = graph(BRANCHES, input_bytes=0)
     plain, proven = (build(source(g, c), c, r) for r in (request, replace(request, prove_seconds=20.0)))
-    assert plain.report.optimality and proven.report.optimality and proven.step_ns == plain.step_ns
-    assert plain.report.optimality.lower_bound < proven.report.optimality.lower_bound <= proven.step_ns
+    assert plain.outlook.optimality and proven.outlook.optimality and proven.step_ns == plain.step_ns
+    assert plain.outlook.optimality.lower_bound < proven.outlook.optimality.lower_bound <= proven.step_ns
     assert proven.notes[-1].startswith("CP-SAT: no placement of the 7 blocks on these 3 stages, in any order, takes")
-    assert f"(gap {proven.report.optimality.gap:.1%})" in proven.notes[-1]
+    assert f"(gap {proven.outlook.optimality.gap:.1%})" in proven.notes[-1]
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_a_request_that_leaves_more_open_keeps_its_own_bound(left_open: dict[str
     assert not settles(wider, c) and not settles(request, cluster(3, memory=(9, 8, 9)))
     g = graph(BRANCHES, input_bytes=0)
     plain, proven = (build(source(g, c), c, r) for r in (wider, replace(wider, prove_seconds=20.0)))
-    assert proven.report.optimality == plain.report.optimality and "CP-SAT" in proven.notes[-1]
+    assert proven.outlook.optimality == plain.outlook.optimality and "CP-SAT" in proven.notes[-1]
 
 
 def test_the_hint_is_the_plan_itself() -> None:
@@ -142,7 +142,7 @@ def test_it_ends_in_time() -> None:
     began = time.monotonic()
     plan = build(source(g, c), c, replace(request, prove_seconds=1.0))
     assert time.monotonic() - began < 2 * alone + 1.0 + 5.0
-    assert plan.report.optimality and plan.report.optimality.lower_bound <= plan.step_ns
+    assert plan.outlook.optimality and plan.outlook.optimality.lower_bound <= plan.step_ns
 
 
 def test_only_the_size_that_is_asked_for_is_proved() -> None:

@@ -55,19 +55,19 @@ def test_the_bound_of_a_plan_in_slices_is_near_its_step() -> None:
     c, g = cluster(2), graph(MODEL)
     for asked in ("auto", (512, 256, 256), (128,) * 8):
         plan = build(source(g, c), c, PlanRequest(micro_rows=((1,),), token_axis=AXIS, token_slices=asked))
-        assert plan.decision.token_slices and plan.report.optimality is not None
-        assert 0 < plan.report.optimality.gap < 0.4
-        assert plan.report.optimality.lower_bound > 0
+        assert plan.decision.token_slices and plan.outlook.optimality is not None
+        assert 0 < plan.outlook.optimality.gap < 0.4
+        assert plan.outlook.optimality.lower_bound > 0
 
 
 def test_plans_say_what_slices_gain_or_would() -> None:
     c, g = cluster(2), graph(MODEL)
     request = PlanRequest(micro_rows=((1,),), token_axis=AXIS, token_slices="auto")
     plan = build(source(g, c), c, request)
-    whole = next(other for other in plan.report.alternatives if other.name == "whole sequences")
+    whole = next(other for other in plan.outlook.alternatives if other.name == "whole sequences")
     assert whole.step_ns > plan.step_ns and whole.why.startswith("+")
     even = TokenAxis(1024)
     plan = build(source(g, c), c, PlanRequest(micro_rows=((1,) * 64,), token_axis=even, token_slices="auto"))
     assert not plan.decision.token_slices
-    assert any(other.name.startswith("slices of ") for other in plan.report.alternatives)
+    assert any(other.name.startswith("slices of ") for other in plan.outlook.alternatives)
     assert np.isfinite(plan.step_ns)

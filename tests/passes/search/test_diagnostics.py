@@ -157,8 +157,8 @@ def test_alternatives_say_what_speaks_against_them() -> None:
     g = graph("; ".join(f"v{i}:50 #8 +w{i}:8 @m.{i} <- {f'v{i - 1}' if i else 'x'}" for i in range(6)))
     p = Problem(g, cluster(3), PlanRequest(((6,), (1,) * 6)))
     plan = build(p.source, p.cluster, p.request)
-    assert all(a.name and a.why for a in plan.report.alternatives)
-    assert all(a.step_ns >= plan.step_ns or not a.step_ns for a in plan.report.alternatives)
+    assert all(a.name and a.why for a in plan.outlook.alternatives)
+    assert all(a.step_ns >= plan.step_ns or not a.step_ns for a in plan.outlook.alternatives)
 
 
 @pytest.mark.parametrize(

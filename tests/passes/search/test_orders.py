@@ -50,7 +50,7 @@ def test_a_named_order_has_its_stages_and_is_faster_than_1f1b(schedule: str, per
     assert bool(plan.decision.order) == (schedule == "searched")
     assert plan.step_ns <= whole.step_ns
     busy_ns = 4 * sum(e.fwd_ns + e.bwd_ns for e in plan.estimates)
-    assert plan.report.bubble == pytest.approx(1 - busy_ns / (2 * plan.step_ns))
+    assert plan.outlook.bubble == pytest.approx(1 - busy_ns / (2 * plan.step_ns))
 
 
 def test_auto_takes_another_order_where_it_is_worth_it_and_says_what_others_would_take() -> None:
@@ -59,9 +59,9 @@ def test_auto_takes_another_order_where_it_is_worth_it_and_says_what_others_woul
     family = plan_of(g, c, micros=4, replicas=1, schedule="1f1b")
     assert plan.schedule not in ("1f1b", "1f1b-deep", "gpipe")
     assert plan.step_ns < 0.98 * family.step_ns
-    assert any(other.name.startswith("schedule ") for other in plan.report.alternatives)
-    assert plan.report.optimality is not None
-    assert plan.report.optimality.lower_bound <= plan.step_ns
+    assert any(other.name.startswith("schedule ") for other in plan.outlook.alternatives)
+    assert plan.outlook.optimality is not None
+    assert plan.outlook.optimality.lower_bound <= plan.step_ns
     kept = plan_of(g, c, micros=4, replicas=1, orders=False)
     assert kept.schedule in ("1f1b", "1f1b-deep", "gpipe")
 

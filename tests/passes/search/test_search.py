@@ -45,8 +45,8 @@ def test_bound_covers_every_order_of_a_dag(p: Problem) -> None:
     """Stages that are no ranges of the line: the planner does not look at them, its bound must."""
     plan, best = planned(p), fastest_assignment(p.space)
     if plan is not None and best is not None:
-        assert plan.report.optimality is not None
-        assert plan.report.optimality.lower_bound <= best
+        assert plan.outlook.optimality is not None
+        assert plan.outlook.optimality.lower_bound <= best
         event(says(plan.step_ns / best - 1 if best else 0.0))
 
 

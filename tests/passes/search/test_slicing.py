@@ -28,7 +28,7 @@ def test_one_micro_batch_is_sliced_and_many_are_not() -> None:
     whole, sliced = planned(1), planned(1, token_slices="auto")
     assert whole.decision.token_slices == () and sum(sliced.decision.token_slices) == 1024
     assert len(sliced.stages) == 2 and sliced.step_ns < 0.7 * whole.step_ns
-    assert sliced.report.optimality is not None and 0 < sliced.report.optimality.lower_bound < sliced.step_ns
+    assert sliced.outlook.optimality is not None and 0 < sliced.outlook.optimality.lower_bound < sliced.step_ns
     assert "slices of" in sliced.explain()
     only_even = replace(AXIS, behind=())  # nothing to save by leaving out what masks hide
     request = PlanRequest(micro_rows=((1,) * 64,), token_axis=only_even, token_slices="auto")

@@ -151,7 +151,7 @@ def held(recompute: str, dtype_name: str) -> dict[str, Any]:
             optimizer.zero_grad()
         torch.cuda.synchronize()
         measured = torch.cuda.max_memory_allocated() - libraries
-        estimate = pipe.plan.report.estimates[pipe.rank]
+        estimate = pipe.plan.outlook.estimates[pipe.rank]
     assert timeline is not None
     spans = [(span.rank, str(span.action), span.start_ns, span.end_ns) for span in timeline.spans]
     return {"measured": measured, "predicted": estimate.peak_bytes, "libraries": libraries, "spans": spans}

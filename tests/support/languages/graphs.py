@@ -130,7 +130,7 @@ def graphs(draw: st.DrawFn, *, least: int = 1, most: int = 12, free: bool = True
             pool = [*constant, "x", "y"]
             reads = draw(st.lists(st.sampled_from(pool), max_size=2, unique=True))
             constant += [f"v{i}", second[1:]] if second else [f"v{i}"]
-            name, extra = f"v{i}{second}-:{draw(st.integers(0, 1))}", draw(st.sampled_from(["", " ~c", " !"]))
+            name, extra = f"v{i}{second}-:{draw(st.integers(0, 1))}/0", draw(st.sampled_from(["", " ~c", " !"]))
         else:
             reads = draw(st.lists(st.sampled_from(before), min_size=1, max_size=3, unique=True))
             name = f"v{i}{second}:{draw(small)}/{draw(small)}"

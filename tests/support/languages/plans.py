@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from autopart.ir.outlook import Alternative, Optimality
-from autopart.ir.plan import Decision, Estimate, Plan, Provenance, Report, Stage
+from autopart.ir.plan import Decision, Estimate, Outlook, Plan, Provenance, Stage
 from autopart.ir.program import BUCKET_BYTES, MAX_BUCKET_BYTES
 from autopart.passes.program.named import BUILT_IN, SEARCHED
 
@@ -32,7 +32,7 @@ def example() -> Plan:
     return Plan(
         Provenance("g", "s", "2.13.0+cpu"),
         Decision(2, (Stage(("a", "b"), (0,)), Stage(("c",), (1,))), (2, 2), "1f1b"),
-        Report(estimates=(estimate, estimate), notes=("made by hand",)),
+        Outlook(estimates=(estimate, estimate), notes=("made by hand",)),
     )
 
 
@@ -81,7 +81,7 @@ def plans(draw: st.DrawFn) -> Plan:
     """Draw any valid plan."""
     decision = draw(decisions())
     estimates = st.builds(Estimate, **dict.fromkeys(Estimate.__dataclass_fields__, SIZES))
-    report = Report(
+    report = Outlook(
         step_ns=draw(SIZES),
         bubble=draw(st.floats(0, 1)),
         estimates=draw(st.just(()) | st.tuples(*[estimates] * len(decision.stages))),

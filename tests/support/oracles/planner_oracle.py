@@ -219,7 +219,7 @@ def compare(p: Problem) -> float | None:
         assert best is None, f"missed a plan of {best.step_ns} ns: {best.candidate}" if best else ""
         return None
     assert fits(plan.stages, plan.estimates, p.cluster)
-    known = plan.report.optimality
+    known = plan.outlook.optimality
     assert known is not None and known.objective == plan.step_ns
     assert known.lower_bound <= best.step_ns, f"bound above {best.candidate}"
     assert plan.step_ns - best.step_ns <= known.gap * plan.step_ns + 1

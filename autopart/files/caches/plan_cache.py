@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
-from autopart.files.kept import read_kept, remove_oldest, write_kept
+from autopart.files.caches.kept import read_kept, remove_oldest, write_kept
 from autopart.files.limits import MOST_PLANS
 from autopart.files.plans import plan_from_json, plan_to_json
 from autopart.files.storage import cache_folder
@@ -44,7 +44,7 @@ def keep_plan(key: str, plan: Plan) -> None:
 @lru_cache(maxsize=1)
 def planner_digest() -> str:
     """Return a digest of the code that makes plans: every source file below `ir` and `passes`."""
-    home = Path(__file__).resolve().parents[1]
+    home = Path(__file__).resolve().parents[2]
     return digest_of_sources(home / "ir", home / "passes")
 
 

@@ -15,8 +15,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from autopart.files.caches.kept import make_private, read_kept, write_kept
 from autopart.files.json_text import parse_json
-from autopart.files.kept import make_private, read_kept, write_kept
 from autopart.files.limits import MAX_OP_NS, MOST_COSTS
 from autopart.files.reading import malformed, problems_of
 from autopart.files.storage import cache_folder, locked

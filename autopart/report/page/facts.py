@@ -1,0 +1,174 @@
+"""The tables of the page: what is decided, what it takes, what was measured, and what lost."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from autopart.ir.actions import COMPUTE, FORWARD
+from autopart.ir.explain import COST_DESCRIPTIONS, rank_spans
+from autopart.ir.graph import module_range
+from autopart.ir.plan import Plan
+from autopart.ir.printable import printable
+from autopart.ir.timeline import Timeline
+from autopart.report.page.words import Cell, change, count, duration, duration_text, memory, memory_text, part, words
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table.  name: of the table in the page.  heads: its columns.  rows: cells.  more: of each row, lists by name
+    that can be unfolded."""
+
+    name: str
+    heads: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    more: Sequence[Mapping[str, Sequence[str]]] = ()
+
+    @property
+    def numeric(self) -> list[bool]:
+        """Whether each column has numbers."""
+        return [any(cell.exact is not None for cell in column) for column in zip(*self.rows, strict=True)]
+
+
+def tiles(plan: Plan, measured: Timeline | None) -> list[tuple[str, Cell, str]]:
+    """Return the most important numbers, each as (what it is, number, remark)."""
+    decision, outlook = plan.decision, plan.outlook
+    found = [("simulated step", duration(plan.step_ns), _bound(plan))] if plan.step_ns else []
+    if measured is not None:
+        ns, said = measured.step_ns, plan.step_without_optimizer_ns
+        remark = f"{change(ns, said).text} against the simulation" if said else "one step"
+        found.append(("measured step", duration(ns), remark))
+    if plan.step_ns:
+        idle = f"measured {bubble_of(measured):.1%}" if measured else "idle share of the devices"
+        found.append(("bubble", part(outlook.bubble)._replace(share=None), idle))
+    used = len({rank for stage in plan.stages for rank in stage.ranks})
+    found.append(("stages", count(len(plan.stages)), f"on {used:,} of {decision.world:,} ranks"))
+    found.append(("micro-batches", count(len(plan.micro_rows)), f"of {_rows(plan)}, schedule {plan.schedule}"))
+    if plan.estimates:
+        s = max(range(len(plan.stages)), key=lambda s: plan.estimates[s].peak_bytes)
+        limit = outlook.limits[s] if outlook.limits else 0
+        remark = f"stage {s}" + (f", of {memory_text(limit)}" if limit else "")
+        found.append(("fullest device", memory(plan.estimates[s].peak_bytes), remark))
+    return [(printable(name), cell, printable(remark)) for name, cell, remark in found]
+
+
+def _bound(plan: Plan) -> str:
+    bound = plan.outlook.optimality
+    if bound is None:
+        return "one optimizer step"
+    return "proved best" if bound.proved else f"no plan takes less than {duration_text(bound.lower_bound)}"
+
+
+def _rows(plan: Plan) -> str:
+    least, most = min(plan.micro_rows), max(plan.micro_rows)
+    return f"{least} or {most} rows" if least < most else f"{most} row{'s' * (most > 1)}"
+
+
+def stages(plan: Plan, modules: Sequence[Sequence[str]], measured: Timeline | None) -> Table:
+    """Return the table of stages: what runs where, and what that takes.  modules: of each stage."""
+    known, times = plan.estimates, stage_times(measured) if measured is not None else {}
+    heads = ["stage", "ranks", "modules", "ops"]
+    heads += ["forward", "backward", "sums, optimizer"] if known else []
+    heads += ["measured forward", "measured backward"] if times else []
+    heads += ["in", "out"] if known and len(known) > 1 else []
+    rows, more = [], []
+    for s, stage in enumerate(plan.stages):
+        row = [count(s), words(rank_spans(stage.ranks)), words(module_range(modules[s])), count(len(stage.ops))]
+        if known:
+            e = known[s]
+            row += [duration(e.fwd_ns), duration(e.bwd_ns), duration(e.reduce_ns + e.optimizer_ns)]
+        if times:
+            row += [duration(ns) for ns in times.get(s, (0, 0))]
+        if known and len(known) > 1:
+            row += [memory(known[s].in_bytes), memory(known[s].out_bytes)]
+        rows.append(row)
+        recomputed = [", ".join(group) for group in stage.recompute]
+        lists = {"modules": modules[s], "ops": stage.ops, "recomputed groups of ops": recomputed}
+        more.append({name: [printable(text) for text in found] for name, found in lists.items() if found})
+    return Table("stages", heads, rows, more)
+
+
+def memories(plan: Plan, peaks: Mapping[int, int]) -> Table | None:
+    """Return what a device of each stage holds.  peaks: measured bytes by rank; may be empty."""
+    if not plan.estimates:
+        return None
+    limits = plan.outlook.limits
+    heads = ["stage", "weights", "gradients, optimizer", "activations", "in flight"]
+    splits = any(e.weight_bytes for e in plan.estimates)
+    heads += ["kept from I to W"] if splits else []
+    heads += ["workspace, messages", "peak"]
+    heads += ["of the device"] if limits else []
+    heads += ["measured peak"] if peaks else []
+    rows = []
+    for s, e in enumerate(plan.estimates):
+        row = [count(s), memory(e.param_bytes), memory(e.state_bytes), memory(e.activation_bytes), count(e.live)]
+        row += [memory(e.weight_bytes)] if splits else []
+        row += [memory(e.workspace_bytes + e.buffer_bytes), memory(e.peak_bytes)]
+        row += [part(e.peak_bytes / limits[s])] if limits and limits[s] else [words("")] * bool(limits)
+        row += [memory(max([peaks.get(rank, 0) for rank in plan.stages[s].ranks]))] if peaks else []
+        rows.append(row)
+    return Table("memory", heads, rows)
+
+
+def alternatives(plan: Plan) -> Table | None:
+    """Return the plans that lost, and by how much."""
+    if not plan.outlook.alternatives:
+        return None
+    slowest = max([plan.step_ns, *(other.step_ns for other in plan.outlook.alternatives)]) or 1
+    rows = [[words("this plan"), duration(plan.step_ns)._replace(share=plan.step_ns / slowest), words(""), words("")]]
+    for other in plan.outlook.alternatives:
+        ns = other.step_ns
+        step = duration(ns)._replace(share=ns / slowest) if ns else words("-")
+        rows.append([words(other.name), step, change(ns, plan.step_ns) if ns else words(""), words(other.why)])
+    return Table("alternatives", ["plan", "simulated step", "against this plan", "why it was not taken"], rows)
+
+
+def compared(plan: Plan, measured: Timeline | None) -> Table | None:
+    """Return predicted beside measured times."""
+    if measured is None or not plan.step_ns:
+        return None
+    pairs = [("step without the optimizer", plan.step_without_optimizer_ns, measured.step_ns)]
+    if plan.estimates:
+        for s, (forward, backward) in sorted(stage_times(measured).items()):
+            pairs.append((f"forward of stage {s}", plan.estimates[s].fwd_ns, forward))
+            pairs.append((f"backward of stage {s}", plan.estimates[s].bwd_ns, backward))
+    rows = [[words(what), duration(said), duration(took), change(took, said)] for what, said, took in pairs]
+    rows.append([words("bubble"), part(plan.outlook.bubble), part(bubble_of(measured)), words("")])
+    return Table("compared", ["", "predicted", "measured", "difference"], rows)
+
+
+def provenance(plan: Plan) -> list[tuple[str, str]]:
+    """Return what the plan was made for, and remarks."""
+    made, decision = plan.provenance, plan.decision
+    found = [
+        ("plan", plan.digest()),
+        ("graph", made.graph_digest),
+        ("torch", made.torch_version),
+        ("precision", made.precision),
+        ("costs", COST_DESCRIPTIONS.get(made.costs, made.costs)),
+        ("optimizer state", "shared by the replicas of a stage" if decision.zero else "whole on every replica"),
+    ]
+    if decision.token_slices:
+        found.append(("slices of tokens", " ".join(map(str, decision.token_slices))))
+    return [(name, printable(text)) for name, text in found]
+
+
+def stage_times(timeline: Timeline) -> dict[int, tuple[int, int]]:
+    """Return the mean nanoseconds of the forward and the backward of a micro-batch, by stage."""
+    taken: dict[tuple[int, bool], int] = defaultdict(int)
+    micros: dict[int, set[tuple[int, int]]] = defaultdict(set)
+    for span in timeline.spans:
+        kind = span.action.is_a
+        if kind.role == COMPUTE:
+            taken[span.action.stage, kind.way == FORWARD] += span.end_ns - span.start_ns
+            micros[span.action.stage].add((span.rank, span.action.micro))
+    return {s: (taken[s, True] // len(own), taken[s, False] // len(own)) for s, own in micros.items()}
+
+
+def bubble_of(timeline: Timeline) -> float:
+    """Return the share of the step in which ranks that have spans do not compute."""
+    ranks = {span.rank for span in timeline.spans}
+    busy = sum(span.end_ns - span.start_ns for span in timeline.spans if span.action.is_a.role == COMPUTE)
+    whole = len(ranks) * timeline.step_ns
+    return max(0.0, 1 - busy / whole) if whole else 0.0

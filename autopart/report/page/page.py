@@ -1,0 +1,156 @@
+"""Render a plan as one HTML page."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from functools import lru_cache
+from importlib.resources import files
+from pathlib import Path
+
+import jinja2
+from markupsafe import Markup
+
+from autopart.ir.errors import UsageError
+from autopart.ir.explain import summary
+from autopart.ir.graph import Graph
+from autopart.ir.plan import Plan
+from autopart.ir.printable import printable
+from autopart.ir.timeline import MOST_SPANS, Timeline, read_spans
+from autopart.report.page import facts
+from autopart.report.page.rows import MEASURED, SIMULATED, Json, picture
+from autopart.report.page.words import duration_text
+from autopart.report.plan_table import modules_of
+from autopart.report.svg_timeline import timeline_svg
+
+MOST_DRAWN = 800
+"""Spans up to which the page also holds a drawing that needs no script."""
+_UNSAFE = {ord(char): f"\\u{ord(char):04x}" for char in "<>&\u2028\u2029"}
+"""Characters of JSON that could end a script element, or a line of a script."""
+
+
+def write_page(
+    plan: Plan,
+    path: str | os.PathLike[str],
+    *,
+    graph: Graph | None = None,
+    measured: Timeline | None = None,
+    peaks: Mapping[int, int] | None = None,
+    title: str = "",
+) -> Path:
+    """Write the page of a plan, and return its path.  Arguments: as for `plan_page`.
+
+    Raises UsageError if the path does not end in .html, or cannot be written.
+    """
+    target = Path(path)
+    if target.suffix not in (".html", ".htm"):
+        raise UsageError(f"a report is a page, and {target} does not end in .html", fix="let the name end in .html")
+    text = plan_page(plan, graph=graph, measured=measured, peaks=peaks, title=title or f"autopart: {target.stem}")
+    try:
+        target.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {target}", why=error.strerror or str(error)) from error
+    return target
+
+
+def plan_page(
+    plan: Plan,
+    *,
+    graph: Graph | None = None,
+    measured: Timeline | None = None,
+    peaks: Mapping[int, int] | None = None,
+    title: str = "autopart",
+) -> str:
+    """Return one HTML page that needs no network: tables, and a picture of the step.
+
+    graph: of the plan; names modules where the plan does not.  measured: a step that ran.  peaks: measured bytes of
+    each rank.  Raises UsageError for a step of another plan.
+    """
+    simulated = read_spans(plan.outlook.spans)
+    panels = {SIMULATED: simulated} if simulated.spans else {}
+    if measured is not None and measured.spans:
+        panels[MEASURED] = _of_plan(measured, plan)
+    drawn: Json | None = picture(panels, plan) if panels else None
+    small = panels and sum(len(each.spans) for each in panels.values()) <= MOST_DRAWN
+    script = _asset("picture.js")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return _template().render(
+        title=printable(title),
+        subtitle=printable(summary(plan.decision)),
+        tiles=facts.tiles(plan, measured),
+        picture=drawn,
+        has_memory=bool(simulated.spans and plan.estimates),
+        picture_label=_label(panels),
+        fallback=Markup(timeline_svg(panels)) if small else "",
+        no_picture=_no_picture(plan),
+        sections=list(_sections(plan, graph, measured, peaks or {})),
+        about=facts.provenance(plan),
+        notes=[printable(note) for note in plan.notes],
+        data=Markup(_embedded({"picture": drawn})),
+        script=Markup(script),
+        script_hash=Markup(f"sha256-{digest}"),
+        style=Markup(_asset("style.css")),
+    )
+
+
+def _of_plan(measured: Timeline, plan: Plan) -> Timeline:
+    """Return a step that ran under this plan.  Raises UsageError if it ran under another one."""
+    micros = len(plan.micro_rows)
+    for span in measured.spans:
+        action = span.action
+        runs = action.stage in plan.decision.stages_of_rank(span.rank) or not action.is_a.is_per_slot
+        if not runs or action.micro >= micros or action.slot.slice >= plan.decision.slices:
+            raise UsageError(
+                "the measured step is not one of this plan",
+                why=f"rank {span.rank} ran {action} in it, and the plan does not let it",
+                fix="give the plan file that was running: autopart.save_plan(pipe.plan, ...)",
+            )
+    return measured
+
+
+def _sections(
+    plan: Plan, graph: Graph | None, measured: Timeline | None, peaks: Mapping[int, int]
+) -> list[tuple[str, str, facts.Table]]:
+    """Return heading, remark and table of each section."""
+    found = [
+        ("Stages", "times of one micro-batch on one device", facts.stages(plan, modules_of(plan, graph), measured)),
+        ("Predicted and measured", "means over micro-batches and replicas", facts.compared(plan, measured)),
+        ("Memory of a device", "simulated, at its fullest moment", facts.memories(plan, peaks)),
+        ("Alternatives", "plans that were not taken", facts.alternatives(plan)),
+    ]
+    return [(heading, remark, table) for heading, remark, table in found if table is not None]
+
+
+def _label(panels: Mapping[str, Timeline]) -> str:
+    said = [f"{name} step of {duration_text(timeline.step_ns)}" for name, timeline in panels.items()]
+    return (
+        "Timeline of the " + " and the ".join(said) + ": a row for each rank, with its computes, messages and bubbles"
+    )
+
+
+def _no_picture(plan: Plan) -> str:
+    """Say why there is no picture."""
+    if plan.step_ns:
+        return (
+            f"The plan does not hold its simulated step: it has more than {MOST_SPANS:,} actions, or was made by hand."
+        )
+    return "Nothing of this plan was simulated."
+
+
+def _embedded(content: Json) -> str:
+    """Return JSON that can stand in a script element, whatever texts it holds."""
+    return json.dumps(content, separators=(",", ":"), allow_nan=False).translate(_UNSAFE)
+
+
+@lru_cache(maxsize=1)
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    return environment.from_string(_asset("page.html.j2"))
+
+
+def _asset(name: str) -> str:
+    """Return a file that stands beside this one."""
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")

@@ -126,8 +126,7 @@ class PositionedSampler(Sampler[list[int]]):
         has already passed."""
         raise UsageError(
             "load_state_dict was called on a StatefulDataLoader with the sampler of a pipe",
-            why="pipe.save keeps the position in the data and pipe.load sets it: the loader would move it again, also by "
-            "the batches that its workers took ahead",
+            why="pipe.save keeps the position in the data and pipe.load sets it: the loader would move it once more",
             fix="leave out state_dict and load_state_dict of the loader; a state of the dataset goes into extra= of "
             "pipe.save",
         )

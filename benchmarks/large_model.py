@@ -5,8 +5,8 @@ A Llama of 4.2 GB (20 layers of width 2,048, fp32) on two Gloo ranks, each limit
 through both stages and Adam's state fits beside the frozen weights.  Asked: building the model whole fails under that
 limit; the ranks compile it from the meta device, train and save; the losses are those of the whole model, trained
 without a limit; the peak of the host memory of a rank (VmHWM: also libraries and pages of files) is at most 1.15 times
-its share + 600 MB.  Its share: the weights that it holds,
-gradients, and the optimizer's state.  None of this depends on the other load of the machine.
+its share + 600 MB.  Its share: the weights that it holds, gradients, and the optimizer's state.  None of this depends
+on the other load of the machine.
 
     python benchmarks/large_model.py                3 minutes on 2 cores, 15 GB; writes results/large_model.json
     python benchmarks/large_model.py --layers 2     small, without the failure; writes nothing

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopart.products import are_faster
 from autopart.runtime.stages.recompute import RecomputedGroup
 from autopart.runtime.stages.stage_module import StageModule
 from autopart.runtime.stages.weight_gradients import product
@@ -22,6 +23,8 @@ _PRODUCTS: Mapping[Any, tuple[int, int, int | None, bool]] = {
 """By op, the places of (x, weight, bias) among its arguments, and whether it takes the weight transposed."""
 LEAST_ELEMENTS = 1 << 19
 """Of a weight; with smaller ones the calls from autograd into Python take longer than the additions that they save."""
+_LEAST_IF_FASTER = 1 << 15
+"""The same where the product itself is faster (`autopart.products`)."""
 
 
 def accumulate_in_place(
@@ -33,7 +36,7 @@ def accumulate_in_place(
     tensors: the model's, by name.  deferrable: whether a backward of weights is to compute these products: then small
     parameters count too, since what is not rewritten runs in the backward of inputs.  O(nodes).
     """
-    least = 0 if deferrable else LEAST_ELEMENTS
+    least = 0 if deferrable else _LEAST_IF_FASTER if are_faster() else LEAST_ELEMENTS
     given = code.module.graph.find_nodes(op="placeholder")
     weights = {
         node

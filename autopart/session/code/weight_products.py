@@ -36,7 +36,7 @@ def accumulate_in_place(
     tensors: the model's, by name.  deferrable: whether a backward of weights is to compute these products: then small
     parameters count too, since what is not rewritten runs in the backward of inputs.  O(nodes).
     """
-    least = 0 if deferrable else _LEAST_IF_FASTER if are_faster() else LEAST_ELEMENTS
+    least = 0 if deferrable else min(LEAST_ELEMENTS, _LEAST_IF_FASTER) if are_faster() else LEAST_ELEMENTS
     given = code.module.graph.find_nodes(op="placeholder")
     weights = {
         node

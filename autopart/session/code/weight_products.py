@@ -21,10 +21,9 @@ _PRODUCTS: Mapping[Any, tuple[int, int, int | None, bool]] = {
     _aten.matmul.default: (0, 1, None, False),
 }
 """By op, the places of (x, weight, bias) among its arguments, and whether it takes the weight transposed."""
-LEAST_ELEMENTS = 1 << 19
-"""Of a weight; with smaller ones the calls from autograd into Python take longer than the additions that they save."""
-_LEAST_IF_FASTER = 1 << 15
-"""The same where the product itself is faster (`autopart.products`)."""
+LEAST_ELEMENTS = 1 << (15 if are_faster() else 19)
+"""Of a weight; with smaller ones the calls from autograd into Python take longer than what they save: an addition, and
+where there is a faster kernel (`autopart.products`) half of the product."""
 
 
 def accumulate_in_place(
@@ -36,7 +35,7 @@ def accumulate_in_place(
     tensors: the model's, by name.  deferrable: whether a backward of weights is to compute these products: then small
     parameters count too, since what is not rewritten runs in the backward of inputs.  O(nodes).
     """
-    least = 0 if deferrable else min(LEAST_ELEMENTS, _LEAST_IF_FASTER) if are_faster() else LEAST_ELEMENTS
+    least = 0 if deferrable else LEAST_ELEMENTS
     given = code.module.graph.find_nodes(op="placeholder")
     weights = {
         node

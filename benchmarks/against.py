@@ -57,9 +57,14 @@ def serve(address: str, state: str, layers: int) -> None:
         steps = {length: training_step(_step(pipe, batch), pipe.parameters()) for length, batch in batches.items()}
         parent.send((state, pipe.rank, autopart.__file__))
         while (length := parent.recv()) is not None:
-            began, captures = time.process_time(), pipe.session.captures.made
+            began, captures = time.process_time(), _captures(pipe)
             steps[length]()
-            parent.send((time.process_time() - began, pipe.session.captures.made - captures))
+            parent.send((time.process_time() - began, _captures(pipe) - captures))
+
+
+def _captures(pipe: Any) -> int:
+    """Return how many captures there were, 0 where an earlier commit does not count them."""
+    return int(getattr(pipe.session.captures, "made", 0))
 
 
 def _batch(length: int) -> dict[str, Any]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import difflib
+import json
 import re
 from pathlib import Path
 
 import pytest
-from support.languages.docs import DOCUMENTS, ROOT, Block, blocks, printed, shape, write_files
+from support.languages.docs import DOCUMENTS, MEASURED, ROOT, Block, blocks, measured, printed, shape, write_files
 
 from autopart.files.clusters import parse_cluster
 
@@ -59,7 +61,7 @@ def test_a_command_prints_what_is_shown(block: Block, answers: dict[str, list[st
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
 def test_every_block_has_a_known_language(document: Path) -> None:
     fences = re.findall(r"^```(.*)$", document.read_text(), re.MULTILINE)
-    assert set(fences[::2]) <= {"python", "yaml", "bash", "console", "console varies", "text"} and set(
+    assert set(fences[::2]) <= {"python", "yaml", "json", "bash", "console", "console varies", "text", "diff"} and set(
         fences[1::2]
     ) <= {""}
     for block in blocks(document):
@@ -106,6 +108,34 @@ def test_pages_that_code_names_exist() -> None:
                 assert (ROOT / page).exists(), f"{path.relative_to(ROOT)} names {page}"
 
 
+def test_measured_ratios_are_those_of_the_results() -> None:
+    rows = [row for page in DOCUMENTS for row in MEASURED.finditer(page.read_text())]
+    assert len(rows) >= 8
+    for row in rows:
+        assert row[0] == measured(row)
+
+
+def test_the_readme_says_what_slices_gained_in_the_measurement() -> None:
+    said = re.search(r"(\d\.\d)x \(Llama\) and (\d\.\d)x \(GPT-2\)", (ROOT / "README.md").read_text())
+    found = json.loads((ROOT / "benchmarks/results/token_slices.json").read_text())["one sequence"]
+    gains = [found[f"{model}, 2048"]["rows"]["planned slices"]["gain"]["median"] for model in ("llama", "gpt2")]
+    assert said is not None and list(said.groups()) == [f"{gain:.1f}" for gain in gains]
+
+
+def test_times_on_one_gpu_are_those_of_the_results() -> None:
+    files = [json.loads((ROOT / f"benchmarks/results/gpu_h100_{name}.json").read_text()) for name in ("one", "more")]
+    medians = {
+        (row["model"], row["precision"], row["plan"], f"{1e3 * row['seconds']['median']:.1f}")
+        for file in files for row in file["rows"] if "seconds" in row
+    }  # fmt: skip
+    table = (ROOT / "docs/benchmarks.md").read_text().split("## What one H100 showed")[1]
+    rows = re.findall(r"^\| ([\w-]+ ?XL|[\w-]+), .*, (\w+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|", table, re.MULTILINE)
+    assert len(rows) == 3
+    for model, precision, *times in rows:
+        for plan, time in zip(("one device", "ours", "DDP"), times, strict=True):
+            assert (model.lower().replace(" ", "-").replace("gpt-2", "gpt2"), precision, plan, time) in medians
+
+
 def test_an_option_is_documented_once() -> None:
     pages = "".join(page.read_text() for page in (ROOT / "docs").glob("*.md") if page.name != "pipe.md")
     named = re.findall(r"^\| `(\w+)=[^`]*` \|", pages, re.MULTILINE)
@@ -148,3 +178,20 @@ def test_every_fault_of_the_table_has_a_test_that_exists_or_a_reason() -> None:
         assert tests or "not done:" in shown, number
         for path, test in tests:
             assert f"\ndef {test}(" in (ROOT / "tests" / path).read_text(), f"{number}: {path}::{test}"
+
+
+def test_the_tutorial_shows_every_line_of_code_that_differs() -> None:
+    plain, piped = ((ROOT / f"examples/gpt_{kind}.py").read_text() for kind in ("plain", "pipeline"))
+    shown = [block.text.splitlines() for block in blocks(ROOT / "docs/tutorial.md") if block.language == "diff"]
+    for lines in shown:
+        for mark, text in (("-", plain), ("+", piped)):
+            side = "".join(line[1:] + "\n" for line in lines if line[0] in (mark, " "))
+            assert side in text, side
+    differs = difflib.unified_diff(code_of(plain), code_of(piped), n=0, lineterm="")
+    changed = [line for line in differs if line[0] in "+-" and line[1:2] not in ("+", "-")]
+    assert set(changed) <= {line for lines in shown for line in lines}
+
+
+def code_of(script: str) -> list[str]:
+    """Return the lines of a script behind its docstring."""
+    return script.split('"""', 2)[2].splitlines()

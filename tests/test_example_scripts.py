@@ -9,6 +9,7 @@ import difflib
 import io
 import os
 import random
+import socket
 import subprocess
 import sys
 import tokenize
@@ -20,6 +21,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from support.jobs.example_jobs import losses_of, run_script
+from support.jobs.fault_runs import environment
 from support.workers import Workers
 from typer.testing import CliRunner
 
@@ -32,8 +34,10 @@ SIZES = {
     "gpt": "--rows 8 --tokens 16 --layers 2 --width 32 --lr 1e-3 --every 2 --steps",
     "fine_tune": "--lines 6 --rows 6 --layers 1 --width 32 --epochs",
     "vision": "--images 32 --rows 8 --blocks 1 --width 4 --epochs",
+    "preempted": "--samples 44 --rows 8 --depth 2 --width 8 --every 4 --epochs",
 }
-SHORT, LONG = {"gpt": 4, "fine_tune": 1, "vision": 1}, {"gpt": 8, "fine_tune": 3, "vision": 3}
+SHORT = {"gpt": 4, "fine_tune": 1, "vision": 1, "preempted": 2}
+LONG = {"gpt": 8, "fine_tune": 3, "vision": 3, "preempted": 3}
 """Steps or epochs of a run without and with a kill."""
 TORCHRUN = [
     sys.executable,
@@ -58,7 +62,7 @@ def code_of(script: str) -> list[str]:
     return [line for number, line in enumerate(text.splitlines(), start=1) if number in kept]
 
 
-@pytest.mark.parametrize(("name", "limit"), [("gpt", 12), ("fine_tune", 6), ("vision", 6)])
+@pytest.mark.parametrize(("name", "limit"), [("gpt", 12), ("fine_tune", 6), ("vision", 6), ("preempted", 13)])
 def test_a_script_adds_or_changes_few_lines_of_the_plain_one(name: str, limit: int) -> None:
     """Counted are lines of code that the plain script does not have, new indentation included."""
     plain, piped = code_of(f"{name}_plain"), code_of(f"{name}_pipeline")
@@ -71,7 +75,7 @@ def test_a_script_adds_or_changes_few_lines_of_the_plain_one(name: str, limit: i
 
 
 def arguments(name: str, folder: Path, kind: str, length: int) -> list[str]:
-    out = [] if name == "vision" else ["--out", str(folder / f"{kind}-out")]
+    out = [] if name in ("vision", "preempted") else ["--out", str(folder / f"{kind}-out")]
     return ["--checkpoint", str(folder / kind), *out, *SIZES[name].split(), str(length)]
 
 
@@ -87,7 +91,7 @@ def assert_same_losses(found: dict[int, list[float]], expected: dict[int, list[f
 
 
 def results(name: str, folder: Path) -> list[dict[str, torch.Tensor]]:
-    """Return what is loaded from the results of both scripts: of vision the averages, of the others the weights."""
+    """Return what the plain script and the other one saved: of vision the averages, of the others the weights."""
     if name == "gpt":
         from gpt_plain import GPT
 
@@ -102,11 +106,14 @@ def results(name: str, folder: Path) -> list[dict[str, torch.Tensor]]:
             transformers.BertForSequenceClassification.from_pretrained(folder / f"{kind}-out").state_dict()
             for kind in ("plain", "pipeline")
         ]
+    file = folder / "exported.safetensors"
+    averages = ["--averages"] if name == "vision" else []
+    done = CliRunner().invoke(app, ["checkpoint", "export", str(folder / "pipeline"), str(file), *averages])
+    assert done.exit_code == 0, done.output
+    if name == "preempted":
+        return [torch.load(folder / "plain")["model"], load_file(file)]
     from vision_plain import network
 
-    file = folder / "averaged.safetensors"
-    done = CliRunner().invoke(app, ["checkpoint", "export", str(folder / "pipeline"), str(file), "--averages"])
-    assert done.exit_code == 0, done.output
     plain = torch.optim.swa_utils.AveragedModel(network(4, 1))
     plain.load_state_dict(torch.load(folder / "plain")["averaged"])
     exported = network(4, 1)
@@ -166,3 +173,60 @@ def test_a_script_whose_rank_is_killed_at_a_random_step_goes_on_as_the_plain_one
     assert "SIGKILL" in done.stderr or "Signal 9" in done.stderr or "exitcode: -9" in done.stderr, said
     assert_same_losses(losses_of(done.stdout), expected)
     assert_same_results(name, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(550)
+@pytest.mark.parametrize("host", [0, 1])
+def test_one_of_two_hosts_is_preempted_and_the_run_goes_on_on_one(tmp_path: Path, host: int) -> None:
+    """Two torchruns on the loopback device stand for the hosts."""
+    epochs = 60
+    expected = plainly("preempted", tmp_path, epochs)
+    words = [str(EXAMPLES / "preempted_pipeline.py"), *arguments("preempted", tmp_path, "pipeline", epochs)]
+    port = free_port()
+    two = [
+        torchrun(f"--nnodes 2 --node-rank {number} --master-addr 127.0.0.1 --master-port {port}", words)
+        for number in range(2)
+    ]
+    try:
+        printed = [read_until("step 9 ", two[host])]
+        two[host].terminate()
+        printed += [read_until("saved", process) for process in (two[host], two[1 - host])]
+        assert two[host].wait(120) == 1
+    finally:
+        for process in two:
+            process.kill()  # the other torchrun waits 300 s for the one that has ended
+            process.communicate()
+    assert printed[1].splitlines()[-1] == printed[2].splitlines()[-1] != f"saved after step {len(expected)}"
+    rest, _ = (alone := torchrun("--standalone", words)).communicate(timeout=240)
+    assert alone.returncode == 0, rest
+    before, after = losses_of("".join(printed[:2])), losses_of(rest)
+    assert not before.keys() & after.keys()
+    assert_same_losses(before | after, expected)
+    assert_same_results("preempted", tmp_path)
+
+
+def torchrun(flags: str, words: list[str]) -> subprocess.Popen[str]:
+    """Start torchrun with one rank."""
+    command = [sys.executable, "-m", "torch.distributed.run", *flags.split(), "--nproc-per-node", "1", *words]
+    return subprocess.Popen(
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1
+    )
+
+
+def read_until(text: str, process: subprocess.Popen[str]) -> str:
+    """Return what a process prints, up to the first line with a text."""
+    lines = []
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.append(line)
+        if text in line:
+            return "".join(lines)
+    raise AssertionError("".join(lines))
+
+
+def free_port() -> int:
+    """Return a port of the loopback device that is free now."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return int(listening.getsockname()[1])

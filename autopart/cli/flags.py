@@ -16,8 +16,14 @@ from autopart.ir.errors import UsageError
 from autopart.options import Options, choices
 
 ModelName = Annotated[
-    str, typer.Argument(help=f"{', '.join(BUILTIN)}, or module:function or file.py:function -> (model, batch)")
+    str,
+    typer.Argument(
+        help=f"{', '.join(BUILTIN)}; module:function or file.py:function -> (model, batch); or the config.json of a "
+        "transformers model, or a folder that has one"
+    ),
 ]
+Rows = Annotated[int | None, typer.Option("--rows", min=1, help="Rows of a whole batch, for a configuration file")]
+Tokens = Annotated[int | None, typer.Option("--tokens", min=1, help="Tokens of a sequence, for a configuration file")]
 ClusterName = Annotated[
     str, typer.Option("--cluster", help='"cpu:2", "cuda:8", "h200x8", or a .yaml, .toml or .json file')
 ]
@@ -30,7 +36,7 @@ TraceFile = Annotated[
     ),
 ]
 
-_TRAINING = ("non_finite", "timeout", "transport", "backend", "steps", "pad_to", "pad_with")
+_TRAINING = ("non_finite", "timeout", "transport", "backend", "steps", "weights", "pad_to", "pad_with")
 _PYTHON_ONLY = ("loss_fn", "plan", "watch", *_TRAINING)
 """Options that a shell cannot write, that only a training run needs, or that commands declare themselves."""
 _METAVARS = {
@@ -131,3 +137,36 @@ def _value(name: str, given: Any) -> Any:
         if all(word.strip().isdecimal() for word in words):
             return int(given) if len(words) == 1 else tuple(map(int, words))
     return given if name != "cache" else False
+
+
+def wished(words: list[str]) -> dict[str, Any]:
+    """Return options from words such as "stages=4" and "replicas=2,2"; their values may still be impossible.
+
+    Raises UsageError for a word that is no option of a plan.
+    """
+    hints, found = get_type_hints(Options), {}
+    for word in words:
+        name, sign, text = word.partition("=")
+        name = {"pin": "pins"}.get(name.lstrip("-"), name.lstrip("-").replace("-", "_"))
+        if not sign or not text:
+            raise UsageError(f"{word!r} is no option with a value", fix="write --what-if stages=4 replicas=2")
+        if name in hints and not flag_of(name):
+            raise UsageError(f"{name}= cannot be asked on a command line", fix="use autopart.plan in Python")
+        found[name] = _wish(name, text, hints.get(name))
+    return found
+
+
+def _wish(name: str, text: str, kind: object) -> Any:
+    """Return the value that a text means for an option of this type."""
+    if name in _REPEATED:
+        return _value(name, [text])
+    if kind is bool and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if text.isdecimal():
+        return int(text)
+    if kind is float:
+        try:
+            return float(text)
+        except ValueError:
+            return text
+    return _value(name, text) if name != "cache" else text

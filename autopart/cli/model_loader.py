@@ -3,6 +3,7 @@
     "gpt2-tiny"              built in, see models.py
     "package.module:make"    a function of an importable module; the current folder is importable
     "folder/train.py:make"   a function of a file
+    "folder/config.json"     a configuration file of transformers, or a folder that has one: see shelf/
 
 The function has no arguments and returns (model, batch) or (model, batch, loss_fn).
 """
@@ -22,25 +23,40 @@ import torch
 from torch import nn
 
 from autopart.cli.models import BUILTIN
+from autopart.cli.shelf.build import from_shelf
+from autopart.cli.shelf.config_file import config_path, read_config
 from autopart.ir.errors import UsageError
 
-FORMS = "name a built-in model (" + ", ".join(BUILTIN) + '), "package.module:function" or "file.py:function"'
+FORMS = (
+    f'name a built-in model ({", ".join(BUILTIN)}), "package.module:function", "file.py:function", or the config.json '
+    "of a transformers model"
+)
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model with its batch, and maybe a loss function."""
+    """A model with its batch, and maybe a loss function.  notes: for the user."""
 
     model: nn.Module
     batch: Any
     loss_fn: Callable[[Any, Any], torch.Tensor] | None = None
+    notes: tuple[str, ...] = ()
 
 
-def load_model(name: str, seed: int = 0) -> Subject:
+def load_model(name: str, seed: int = 0, rows: int | None = None, tokens: int | None = None) -> Subject:
     """Build the named model after seeding torch, so that every process gets the same weights.
 
-    Raises UsageError for an unknown name and a function that returns something else, and the function's own errors.
+    rows, tokens: of the batch for a configuration file, whose model is on the meta device.  Raises UsageError for an
+    unknown name, a configuration file that describes no model, and a function that returns something else, and the
+    function's own errors.
     """
+    path = config_path(name) if name not in BUILTIN else None
+    if path is not None:
+        model, batch, notes = from_shelf(read_config(path), rows, tokens)
+        return Subject(model, batch, notes=notes)
+    if rows is not None or tokens is not None:
+        given = "--rows" if rows is not None else "--tokens"
+        raise UsageError(f"{given} is given, and {name} makes its own batch", fix=f"drop {given}")
     make = _function(name)
     torch.manual_seed(seed)
     made = make()

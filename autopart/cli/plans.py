@@ -8,13 +8,15 @@ from typing import Annotated, Any
 import typer
 
 from autopart import api
-from autopart.cli.flags import ClusterName, ModelName, Seed, TraceFile, takes_option_flags
+from autopart.cli.flags import ClusterName, ModelName, Rows, Seed, Tokens, TraceFile, takes_option_flags
 from autopart.cli.model_loader import Subject, load_model
 from autopart.cli.output import Json, Progress, print_json, prints_results
+from autopart.cli.questions import Compare, MoreWords, WhatIf, compare_clusters, compare_wishes, require_no_words
 from autopart.files.plans import diff_plans, load_plan, plan_to_json, save_plan
 from autopart.files.schedule_csv import save_schedule_csv
 from autopart.files.traces import load_trace
 from autopart.ir.errors import UsageError
+from autopart.ir.explain import terminal_width
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan
 from autopart.ir.timeline import Timeline
@@ -23,7 +25,7 @@ from autopart.passes.program.schedules import find
 from autopart.planning.schedule_files import schedule_text
 from autopart.report.page.page import write_page
 from autopart.report.plan_facts import plan_facts
-from autopart.report.plan_table import stage_table, terminal_width
+from autopart.report.plan_table import stage_table
 from autopart.report.text_timeline import timeline_text
 from autopart.report.traces import save_trace
 
@@ -34,19 +36,30 @@ PlanPath = Annotated[Path, typer.Argument(help="A plan file")]
 def plan(
     model: ModelName,
     flags: dict[str, Any],
+    words: MoreWords = None,
     cluster: ClusterName = "cpu:2",
+    rows: Rows = None,
+    tokens: Tokens = None,
+    compare: Compare = None,
+    what_if: WhatIf = None,
     out: Annotated[Path | None, typer.Option(help="Write the plan here; without it the JSON goes to stdout")] = None,
     trace: TraceFile = None,
     as_json: Json = False,
 ) -> None:
     """Plan a model without running it: print the stage table, the alternatives, and the plan as JSON.
 
-    With --json the table is JSON on stdout, and the plan is written only to --out.
+    With --json the table is JSON on stdout, and the plan is written only to --out.  With --compare or --what-if there
+    is a line for each plan instead.
     """
     if not prints_results():
         return
-    subject = load_model(model, flags.get("seed", 0))
+    require_no_words(words, compare, what_if, out, trace)
+    subject = _loaded(model, flags, rows, tokens)
     options = read_options(loss_fn=subject.loss_fn, watch=Progress(), **flags)
+    if compare is not None:
+        return compare_clusters(subject, compare, options, as_json=as_json)
+    if what_if is not None:
+        return compare_wishes(subject, cluster, flags, [*what_if, *(words or ())], as_json=as_json)
     made, graph, step = _planned(subject, cluster, options, simulate=trace is not None)
     if as_json:
         print_json(plan_facts(made, graph))
@@ -67,6 +80,8 @@ def explain(
     ] = None,
     cluster: Annotated[str | None, typer.Option(help="The cluster of the plan, as in `plan`; needs --trace")] = None,
     optimizer: Annotated[str | None, typer.Option(help="As in `plan`; needs --trace")] = None,
+    rows: Rows = None,
+    tokens: Tokens = None,
     trace: TraceFile = None,
     as_json: Json = False,
     seed: Seed = 0,
@@ -77,7 +92,7 @@ def explain(
     found = load_plan(plan)
     graph, step = None, None
     if model is not None:
-        subject = load_model(model, seed)
+        subject = _loaded(model, {"seed": seed}, rows, tokens)
         options = read_options(plan=found, loss_fn=subject.loss_fn, optimizer=optimizer)
         machines = cluster or f"cpu:{found.decision.world}"
         _, graph, step = _planned(subject, machines, options, simulate=trace is not None)
@@ -131,6 +146,14 @@ def diff(before: PlanPath, after: Annotated[Path, typer.Argument(help="Another o
     old, new = load_plan(before), load_plan(after)
     typer.echo(diff_plans(old, new))
     raise typer.Exit(0 if old == new else 1)
+
+
+def _loaded(model: str, flags: dict[str, Any], rows: int | None, tokens: int | None) -> Subject:
+    """Build the model, and print what there is to say about it."""
+    subject = load_model(model, flags.get("seed", 0), rows, tokens)
+    for note in subject.notes:
+        typer.echo(f"note: {note}", err=True)
+    return subject
 
 
 def _planned(

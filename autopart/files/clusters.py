@@ -15,8 +15,9 @@ them; `ir.cluster` says what the bandwidth of a level is:
 memory is in bytes, flops in 1/s, bandwidths in bytes/s; "80GiB", "1e12" and "25 GB" are numbers too.  flops: one rate,
 or a rate for each dtype; a dtype that is not listed gets the rate of `default`, else the lowest.  flow: the part of a
 port that a single device can use, if the port consists of several network cards.  efficiency, memory_efficiency: the
-shares of `flops` and of `memory_bandwidth` that kernels reach; 1 if the file gives these rates.  A device whose name
-`presets` knows has the numbers of its data sheet.  Everything else gets the defaults below, which are rough, of the
+shares of `flops` and of `memory_bandwidth` that kernels reach; 1 if the file gives these rates.  price_per_hour: of one
+device, in any currency, for comparisons of clusters.  A device whose name `presets` knows has the numbers of its data
+sheet.  Everything else gets the defaults below, which are rough, of the
 order of a server CPU or a recent data-centre GPU.  What hosts spend besides is nothing, unless a file says it
 (`ir.cluster.HostCosts`), in microseconds:
 
@@ -208,6 +209,7 @@ class _DeviceEntry(_Entry):
     memory_bandwidth: Amount | None = None
     efficiency: Share | None = None
     memory_efficiency: Share | None = None
+    price_per_hour: Annotated[float, Field(ge=0, le=1e9)] = 0.0
 
 
 class _LevelEntry(_Entry):
@@ -274,7 +276,9 @@ def _device(entry: _DeviceEntry, base: Device) -> Device:
     given = entry.flops or entry.rates  # taken as rates that are reached
     reached = entry.efficiency or (1.0 if given else base.efficiency)
     memory_reached = entry.memory_efficiency or (1.0 if entry.memory_bandwidth else base.memory_efficiency)
-    return Device(entry.kind, memory, other, bandwidth, entry.name, rates, reached, memory_reached)
+    return Device(
+        entry.kind, memory, other, bandwidth, entry.name, rates, reached, memory_reached, entry.price_per_hour
+    )
 
 
 def cluster_to_dict(cluster: Cluster) -> dict[str, Any]:
@@ -290,6 +294,7 @@ def cluster_to_dict(cluster: Cluster) -> dict[str, Any]:
             "memory_bandwidth": device.mem_bytes_per_s,
             "efficiency": device.efficiency if device.efficiency != 1.0 else None,
             "memory_efficiency": device.memory_efficiency if device.memory_efficiency != 1.0 else None,
+            "price_per_hour": device.price_per_hour or None,
         }
         devices.append({name: value for name, value in entry.items() if value is not None})
     levels = []
@@ -332,7 +337,8 @@ def require_yaml(path: str | os.PathLike[str]) -> None:
 
 
 _SCHEMA = (
-    "devices: list of {kind, count, name, memory, flops, memory_bandwidth, efficiency, memory_efficiency}; "
+    "devices: list of {kind, count, name, memory, flops, memory_bandwidth, efficiency, memory_efficiency, "
+    "price_per_hour}; "
     "levels: list of {size, latency_us, bandwidth, flow}, innermost first; "
     "host: {compute_us, message_us, sum_us, step_us}"
 )

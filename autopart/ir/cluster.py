@@ -14,8 +14,11 @@ with the network card, and where the outer network is oversubscribed: describe t
 
 from __future__ import annotations
 
+import math
 import re
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import groupby
 
 from autopart.ir.errors import ClusterError
 from autopart.ir.printable import shortened
@@ -32,7 +35,7 @@ class Device:
     kind: "cpu" or "cuda".  memory_bytes: memory that a plan may use.  flops_per_s: peak rate for dtypes that `rates`
     does not list.  mem_bytes_per_s: memory bandwidth.  name: product name, such as "H200".  rates: (dtype as in
     `Value.dtype`, peak rate).  efficiency, memory_efficiency: shares of peak rates and of the memory bandwidth that
-    kernels reach.
+    kernels reach.  price_per_hour: in any currency, 0 if it is not known; no plan depends on it.
     """
 
     kind: str
@@ -43,6 +46,7 @@ class Device:
     rates: tuple[tuple[str, int], ...] = ()
     efficiency: float = 1.0
     memory_efficiency: float = 1.0
+    price_per_hour: float = field(default=0.0, repr=False)  # a kept plan is found by the repr of its cluster
 
     def reached(self, dtype: str) -> int:
         """Return the operations per second that kernels reach on operands of this dtype."""
@@ -135,6 +139,22 @@ class Cluster:
         less = {d: replace(d, memory_bytes=max(1, d.memory_bytes - size_bytes)) for d in dict.fromkeys(self.devices)}
         return replace(self, devices=tuple(less[device] for device in self.devices))
 
+    def part(self, devices: Sequence[int]) -> Cluster:
+        """Return the cluster of some of these devices; their order gives the new ranks.
+
+        A level stays where its groups lost equally many devices, the last one perhaps more.  Else it is dropped with
+        those inside it, and messages there count as messages over the slower links around it."""
+        levels: list[Level] = []
+        for level in self.levels:
+            groups = [len(list(same)) for _, same in groupby(device // level.size for device in devices)]
+            inner = levels[-1].size if levels else 1
+            size = -(-groups[0] // inner) * inner
+            if all(count == size for count in groups[:-1]) and groups[-1] <= size:
+                levels.append(Level(size, level.link))
+            else:
+                levels.clear()
+        return replace(self, devices=tuple(self.devices[device] for device in devices), levels=tuple(levels))
+
     @property
     def world(self) -> int:
         """Number of devices, which is the number of ranks."""
@@ -198,6 +218,8 @@ def _check_device(rank: int, device: Device) -> None:
             raise fail(f"has a {name} that is not positive")
     if not (0 < device.efficiency <= 1 and 0 < device.memory_efficiency <= 1):
         raise fail("has an efficiency that is not between 0 and 1")
+    if not 0 <= device.price_per_hour < math.inf:
+        raise fail("has a price that is not a number of at least 0")
 
 
 def _check_whole(where: object, **amounts: int) -> None:

@@ -13,15 +13,12 @@ import pytest
 from support.jobs.fault_runs import LAUNCHERS, play
 from support.jobs.fault_script import HOW, PHASES, WHOM
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
 REPORTED_S = 15.0
 """Seconds until the cause is reported. The time for interpreters to exit depends on the load and is not limited."""
-DEFAULT = {("torchrun", "stop", "forward", "worker")}
-"""Cases that run by default; `test_launch` and `test_failures` cover some others in a running pool."""
-
 CELLS = [
-    pytest.param(*cell, id="-".join(cell), marks=[] if cell in DEFAULT else [pytest.mark.slow])
+    pytest.param(*cell, id="-".join(cell))
     for cell in itertools.product(LAUNCHERS, HOW, PHASES, WHOM)
     if cell[1::2] != ("stop", "parent")  # a stopped launcher must be continued by its user
 ]
@@ -40,15 +37,10 @@ def reported_cause(launcher: str, how: str, phase: str, whom: str) -> str:
 def test_a_fault_is_reported_in_time_and_no_process_is_left(
     launcher: str, how: str, phase: str, whom: str, tmp_path: Path
 ) -> None:
-    quick = (launcher, how, phase, whom) in DEFAULT
-    outcome = play(
-        launcher, how, phase, whom, tmp_path, reported_cause(launcher, how, phase, whom),
-        until_gone=not quick,
-    )  # fmt: skip
+    outcome = play(launcher, how, phase, whom, tmp_path, reported_cause(launcher, how, phase, whom))
     print(f"{launcher} {how} {phase} {whom}: named {outcome.reported_s}, gone {outcome.gone_s}")
     assert outcome.reported_s is not None and outcome.reported_s <= REPORTED_S, outcome.output
-    if not quick:
-        assert outcome.gone_s is not None, outcome.output  # torchrun itself gives a stopped rank 30 s
+    assert outcome.gone_s is not None, outcome.output  # torchrun itself gives a stopped rank 30 s
     if (how, whom) == ("raise", "worker"):
         assert len(reporters(launcher, outcome.output)) <= 1, outcome.output
 

@@ -98,14 +98,16 @@ def test_compile_and_a_new_capture_are_shown_on_a_terminal(tmp_path: Path) -> No
     said = re.findall(r"autopart: ([a-z ]+) took \d+\.\d s", shown)
     assert said.count("capturing the model") >= 2, shown
     assert "\r\x1b[Kautopart: " in shown, shown
+    ready = r"autopart: captured in \d+\.\d s, planned in \d+\.\d s: schedule .*; predicted step \d+\.\d ms"
+    assert len(re.findall(ready, shown)) == 1, shown
 
 
-def test_where_stderr_is_no_terminal_nothing_is_shown(tmp_path: Path) -> None:
-    for stated, lines in (("", False), ("1", True)):
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "AUTOPART_CACHE": str(tmp_path), "AUTOPART_PROGRESS": stated}
-        found = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, check=True)
-        assert ("autopart: capturing the model took" in found.stderr) is lines
-        assert "\r" not in found.stderr and not found.stdout
+@pytest.mark.parametrize(("stated", "lines"), [("", False), pytest.param("1", True, marks=pytest.mark.slow)])
+def test_where_stderr_is_no_terminal_nothing_is_shown_unless_asked(tmp_path: Path, stated: str, lines: bool) -> None:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "AUTOPART_CACHE": str(tmp_path), "AUTOPART_PROGRESS": stated}
+    found = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, check=True)
+    assert ("autopart: capturing the model took" in found.stderr) is lines
+    assert "\r" not in found.stderr and not found.stdout
 
 
 def _read(terminal: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from support.jobs import length_jobs as jobs
 from support.workers import Workers
 
-LENGTHS = tuple(range(5, 25))
+LENGTHS = tuple(range(5, 13))
 
 
 def test_lengths_that_were_seen_are_not_captured_again(pair: Workers) -> None:

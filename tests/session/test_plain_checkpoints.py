@@ -157,6 +157,20 @@ def test_a_pickle_in_place_of_a_file_is_never_run(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_large_state_lies_in_two_files_and_is_loaded_from_both(tmp_path):
+    model = nn.Linear(600, 512)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.randn(4, 600)).sum().backward()
+    optimizer.step()
+    folder = autopart.save_from(model, tmp_path, optimizer)
+    sizes = [file.stat().st_size for file in sorted(folder.glob("state-*"))]
+    assert len(sizes) == 2 and max(sizes) < 1.1 * min(sizes)
+    other = nn.Linear(600, 512)
+    second = torch.optim.AdamW(other.parameters(), lr=0.1)
+    autopart.load_into(other, tmp_path, second)
+    assert same(state_of(model, optimizer), state_of(other, second))
+
+
 def test_older_checkpoints_go_when_a_newer_one_is_whole(tmp_path):
     model, *_ = trained()
     for step in range(5):

@@ -50,10 +50,8 @@ class Outcome:
     output: str
 
 
-def play(
-    launcher: str, how: str, phase: str, whom: str, folder: Path, named: str, *, until_gone: bool = True
-) -> Outcome:
-    """Run the script until the text `named` is printed and, if `until_gone`, no process is left."""
+def play(launcher: str, how: str, phase: str, whom: str, folder: Path, named: str) -> Outcome:
+    """Run the script until the text `named` is printed and no process is left."""
     env = environment()
     log = folder / "log"
     command = [*LAUNCHERS[launcher], how, phase, whom, str(folder)]
@@ -61,7 +59,7 @@ def play(
         process = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
     try:
         fault_s = _await_fault(process, folder, log)
-        return _watch(process, folder, log, fault_s, re.compile(named), until_gone)
+        return _watch(process, folder, log, fault_s, re.compile(named))
     finally:
         for pid in [process.pid, *_pids(folder)]:
             with suppress(ProcessLookupError):
@@ -77,9 +75,7 @@ def _await_fault(process: subprocess.Popen, folder: Path, log: Path) -> float:
     return float((folder / "clock").read_text())
 
 
-def _watch(
-    process: subprocess.Popen, folder: Path, log: Path, fault_s: float, named: re.Pattern[str], until_gone: bool
-) -> Outcome:
+def _watch(process: subprocess.Popen, folder: Path, log: Path, fault_s: float, named: re.Pattern[str]) -> Outcome:
     reported_s = gone_s = None
     while time.monotonic() - fault_s < WATCH_S:
         process.poll()
@@ -88,8 +84,6 @@ def _watch(
             reported_s = now
         if all(state_of(pid) == "gone" for pid in [process.pid, *_pids(folder)]):
             gone_s = now
-            break
-        if reported_s is not None and not until_gone:
             break
         time.sleep(0.05)
     output = log.read_text()

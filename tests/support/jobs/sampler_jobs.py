@@ -22,8 +22,12 @@ def dataset() -> TensorDataset:
     return TensorDataset(torch.stack([numbers, (numbers * 7) % 24, (numbers * 5) % 24], 1), numbers)
 
 
-def part(folder: str, options: dict[str, Any], cluster: str, steps: int, adopts: dict[str, Any] | None = None) -> Seen:
-    """Load what is there, run some steps, adopt another plan after the first of them if one is given, and save."""
+def part(
+    folder: str, options: dict[str, Any], cluster: str, readers: int, steps: int, adopts: dict[str, Any] | None = None
+) -> Seen:
+    """Load what is there, run some steps, adopt another plan after the first of them if one is given, and save.
+
+    readers: processes of the DataLoader on each rank, 0 to read in the rank itself."""
     ids, labels = dataset()[:ROWS]
     sample, seen = {"ids": ids, "labels": labels}, Seen()
     with autopart.compile(model(0), cluster, sample=sample, costs="analytic", **options) as pipe:
@@ -31,7 +35,7 @@ def part(folder: str, options: dict[str, Any], cluster: str, steps: int, adopts:
             pipe.load(folder)
         sampler = pipe.sampler(dataset(), rows=ROWS, seed=3)
         while len(seen) == 0 or (steps > 0 and sampler.epoch < 3):
-            for ids, labels in DataLoader(dataset(), batch_sampler=sampler, num_workers=2):
+            for ids, labels in DataLoader(dataset(), batch_sampler=sampler, num_workers=readers):
                 seen += [(sampler.epoch, int(number)) for number in labels]
                 pipe.step({"ids": ids, "labels": labels})
                 steps -= 1

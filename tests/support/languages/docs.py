@@ -2,14 +2,16 @@
 
     python tests/support/languages/docs.py      rewrites README.md and docs/ with the current output of the commands
 
+A row of a table that begins with a file of benchmarks/results/ and a name in it ends with its median and quartiles.
 A block marked `console` holds commands after "$ " and their exact output. In one marked `console varies` the numbers
-depend on the machine. A file named right before a `python` or `yaml` block exists when commands run.
+depend on the machine. A file named right before a `python`, `yaml` or `json` block exists when commands run.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import re
 import shlex
@@ -23,7 +25,8 @@ from autopart.cli.main import main
 ROOT = Path(__file__).parents[3]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 _BLOCK = re.compile(r"^```(\w+)?( varies)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_FILE = re.compile(r"`(\w+\.(?:py|yaml))`[^`]*\n+```(?:python|yaml)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_FILE = re.compile(r"`(\w+\.(?:py|yaml|json))`[^`]*\n+```(?:python|yaml|json)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+MEASURED = re.compile(r"^\| `(\w+)\.json` \| ([^|]+) \|[^|]*\|[^|]*\|$", re.MULTILINE)
 _PROGRESS = re.compile(r" *\d+\.\d s  ")
 _PATH = re.compile(r"\b\w+(?:\.\w+)*\.[a-zA-Z_]\w*")
 _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
@@ -77,6 +80,15 @@ def printed(command: str) -> list[str]:
     return lines
 
 
+def measured(row: re.Match[str]) -> str:
+    """Return a row of a table with the median and the quartiles that its file has under its name."""
+    found = json.loads((ROOT / f"benchmarks/results/{row[1]}.json").read_text())
+    found = found.get("ratios", found)
+    for key in [row[2]] if row[2] in found else row[2].split(": "):
+        found = found[key]
+    return f"| `{row[1]}.json` | {row[2]} | {found['median']:.2f} | {found['low']:.2f} to {found['high']:.2f} |"
+
+
 def shape(line: str) -> str:
     """Return a line without machine-dependent parts, with * for module paths and # for numbers."""
     return " ".join(_NUMBER.sub("#", _PATH.sub("*", line.replace("─", ""))).split())
@@ -88,7 +100,7 @@ def _rewrite() -> None:
         os.chdir(folder)
         os.environ.setdefault("AUTOPART_CACHE", folder)
         for document in DOCUMENTS:
-            text = document.read_text()
+            text = MEASURED.sub(measured, document.read_text())
             for block in blocks(document):
                 if block.language == "console":
                     lines = []

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from pydantic import TypeAdapter, ValidationError
 
 from autopart.files.checkpoints.document import Document, write_document
@@ -33,6 +34,8 @@ _AT_EXIT_S = 30.0
 """Time that a save gets when the script of rank 0 has ended without `close`."""
 _NICE = 19
 """Lowest priority: a save in the background uses the time that training leaves."""
+_WORTH_A_FILE = 1 << 20
+"""Bytes of a tensor that may go into a second file."""
 _FILES = TypeAdapter(dict[str, Written])
 
 
@@ -48,11 +51,24 @@ class Draft:
 def write_part(draft: Draft, contents: Contents) -> None:
     """Write the files of this rank at once, and last the one that says that they are whole.  Raises OSError."""
     number = f"{draft.rank + 1:05d}-of-{draft.document.world:05d}"
-    parts = {"model": contents.weights, "state": contents.more}
-    files = {f"{kind}-{number}.safetensors": tensors for kind, tensors in parts.items() if tensors}
+    parts = {f"model-{number}": contents.weights}
+    parts[f"state-{number}"], parts[f"state-{number}-2"] = _halves(contents.more)
+    files = {f"{name}.safetensors": tensors for name, tensors in parts.items() if tensors}
     written = _at_once({name: partial(write_tensors, draft.folder / name, files[name]) for name in files})
     record = {"files": {n: asdict(w) for n, w in written.items()}, "weights": list(contents.weights)}
     write_whole(_record(draft.folder, draft.rank), json.dumps(record))
+
+
+def _halves(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return large tensors in two files of about the same size: hashing a file keeps a processor busy, so two files
+    are sooner written.  Small tensors stay in the first."""
+    halves: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = {}, {}
+    sizes = [0, 0]
+    for name, tensor in sorted(tensors.items(), key=lambda each: -each[1].nbytes):
+        smaller = int(tensor.nbytes >= _WORTH_A_FILE and sizes[1] < sizes[0])
+        halves[smaller][name] = tensor
+        sizes[smaller] += tensor.nbytes
+    return halves
 
 
 def _at_once(works: Mapping[str, Callable[[], T]]) -> dict[str, T]:

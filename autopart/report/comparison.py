@@ -1,0 +1,107 @@
+"""Draw several plans of one model, a line each: of several clusters, or of several wishes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from autopart.ir.cluster import Cluster
+from autopart.ir.errors import AutopartError
+from autopart.ir.explain import table_lines
+from autopart.ir.graph import Graph
+from autopart.ir.plan import Plan
+from autopart.report.throughput import Throughput, throughput
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The plan for one question, or why there is none.
+
+    name: what was asked.  tokens: of each sequence, None for batches without sequences.  plan, graph: the plan and the
+    captured graph that it is for, both None if refused says why.
+    """
+
+    name: str
+    cluster: Cluster
+    tokens: int | None
+    plan: Plan | None = None
+    graph: Graph | None = None
+    refused: AutopartError | None = None
+
+    def delivered(self) -> Throughput | None:
+        """Return what the plan delivers; None without one, or without its simulated step."""
+        if self.plan is None or self.graph is None or not self.plan.step_ns or not self.plan.estimates:
+            return None
+        return throughput(self.plan, self.graph, self.cluster, self.tokens)
+
+
+def comparison_table(answers: Sequence[Answer], column: str) -> str:
+    """Return a line for each answer, and below why some have no plan.  column: the heading of their names."""
+    rows = [_row(answer, column) for answer in answers]
+    header = [name for name in _longest(rows) if any(row.get(name) for row in rows)]
+    lines = table_lines([header, *([row.get(name, "") for name in header] for row in rows)], [0, len(header) - 1])
+    lines += [
+        "simulated, not measured; memory: of the device with the least room",
+        "MFU: FLOPs of the model's forward and backward over those of all devices at their peak rates",
+    ]
+    for answer in answers:
+        if answer.refused is not None:
+            lines.append(f"{answer.name}: {answer.refused}")
+    return "\n".join(lines) + "\n"
+
+
+def comparison_facts(answers: Sequence[Answer]) -> dict[str, object]:
+    """Return the same as data: seconds, bytes, numbers that are not rounded."""
+    return {"answers": [_facts(answer) for answer in answers]}
+
+
+def _longest(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    return list(dict.fromkeys(name for row in rows for name in row))
+
+
+def _row(answer: Answer, column: str) -> dict[str, str]:
+    found = answer.delivered()
+    if found is None or answer.plan is None:
+        return {column: answer.name, "devices": str(answer.cluster.world), "step": "no plan"}
+    used, limit = (f"{size / GIB:.3g}" for size in (found.peak_bytes, found.limit_bytes))
+    many = "tokens" if answer.tokens else "rows"
+    price = f"{found.price_of_a_million:.4g}" if found.price_per_step else ""
+    return {
+        column: answer.name,
+        "devices": str(answer.cluster.world),
+        "step": f"{found.step_s:.3g} s",
+        f"{many}/s": f"{found.tokens_per_s or found.rows_per_s:,.0f}",
+        "MFU": f"{found.mfu:.1%}",
+        "bubble": f"{answer.plan.outlook.bubble:.1%}",
+        "memory GiB": f"{used} of {limit}",
+        f"price of 1M {many}": price,
+        "plan": _shape(answer.plan),
+    }
+
+
+def _shape(plan: Plan) -> str:
+    """Return stages, replicas, micro-batches and schedule in a few words."""
+    widths = sorted({len(stage.ranks) for stage in plan.stages})
+    replicas = str(widths[0]) if len(widths) == 1 else f"{widths[0]}-{widths[-1]}"
+    stages, micros = len(plan.stages), len(plan.micro_rows)
+    return (
+        f"{stages} stage{'s' * (stages > 1)} x {replicas}, {micros} micro-batch{'es' * (micros > 1)}, {plan.schedule}"
+    )
+
+
+def _facts(answer: Answer) -> dict[str, object]:
+    facts: dict[str, object] = {"name": answer.name, "devices": answer.cluster.world}
+    if answer.refused is not None:
+        return facts | {"refused": str(answer.refused)}
+    found, plan = answer.delivered(), answer.plan
+    if found is None or plan is None:
+        return facts
+    return facts | asdict(found) | {
+        "bubble": plan.outlook.bubble,
+        "stages": len(plan.stages),
+        "replicas": [len(stage.ranks) for stage in plan.stages],
+        "micro_batches": len(plan.micro_rows),
+        "schedule": plan.schedule,
+    }  # fmt: skip

@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from autopart import freeze
     from autopart.api import compile, launch, plan, simulate, verify
     from autopart.capture.guards import CaptureWarning
     from autopart.costs.sources import register_cost_source
@@ -62,6 +63,7 @@ __all__ = [
     "UsageError",
     "Verification",
     "compile",
+    "freeze",
     "latest",
     "launch",
     "load_into",
@@ -100,9 +102,13 @@ _HOMES = {
 }
 """The public names by module.  A module is loaded at the first use of a name, so that `import autopart` is quick."""
 _ALIASES = {"register_op": "register"}
+_ROOMS = ("freeze",)
+"""Packages whose own names are public."""
 
 
 def __getattr__(name: str) -> object:
+    if name in _ROOMS:
+        return import_module(f"autopart.{name}")
     for module, names in _HOMES.items():
         if name in names.split():
             value = globals()[name] = getattr(import_module(module), _ALIASES.get(name, name))

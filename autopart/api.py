@@ -53,8 +53,8 @@ def compile(
 
     model: any torch.nn.Module.  cluster: an `autopart.Cluster`, a YAML, TOML or JSON file, a text such as "cpu:2", or
     None: from the launcher and the visible devices.  sample: one batch as the model takes it (a mapping, a tuple,
-    a pair of both, a tensor; with loss_fn a pair of inputs and target); without one the model is captured at the first
-    step.  The logger "autopart" reports the phases at level INFO.
+    a pair of both, a tensor; with loss_fn a pair of inputs and target).  Without a sample the model is captured at the
+    first step.  The logger "autopart" reports the phases at level INFO.
 
     Raises UsageError (BatchError, ClusterError), CaptureError, RefusedError and PlanError (InfeasibleError when no plan
     fits the memory or the constraints) before any data is sent.
@@ -67,8 +67,8 @@ def compile(
 def plan(model: nn.Module, cluster: ClusterLike = None, *, sample: Any, **options: Unpack[OptionsDict]) -> Plan:
     """Plan a model without running it: needs no process group and no weights (the model may be on the meta device).
 
-    model, cluster: as in `compile`.  sample: one batch, required.  Times of the result are nanoseconds, sizes bytes.
-    Raises UsageError, CaptureError, RefusedError, PlanError, InfeasibleError.
+    model, cluster: as in `compile`.  sample: one batch, required.  Times of the result are in nanoseconds, sizes in
+    bytes.  Raises UsageError, CaptureError, RefusedError, PlanError, InfeasibleError.
     """
     return planned(model, cluster, sample, read_options(**options))[0]
 
@@ -108,7 +108,7 @@ def simulate(
 
     plan: a Plan or the path of a plan file.  model, cluster, sample, loss_fn, optimizer, master_weights: as for the
     plan; the model may be on the meta device.  costs: as in `plan`; None: the source that the plan names.  The timeline
-    shows the first of several replicas, and of an asynchronous schedule a single step.  `save_trace` writes it for a
+    shows the first replica of each stage, and a single step of an asynchronous schedule.  `save_trace` writes it for a
     viewer.  Raises UsageError, CaptureError, and PlanError for a plan of another model, shape, torch release or number
     of ranks.
     """
@@ -132,21 +132,21 @@ def launch(
     Under torchrun, srun or mpirun this process is one of the ranks, and fn is simply called.  timeout: seconds for
     everything but planning, None: no limit.
 
-    restarts: how often all ranks are started again, as new processes, after one has failed; fn loads the last
-    checkpoint (`Pipe.load`) and goes on.  The variable TORCHELASTIC_RESTART_COUNT tells fn how often it was.  The pause
-    before a restart doubles while ranks fail soon; an error that is raised twice with the same message and place ends
-    the run.  torchrun restarts by itself (--max-restarts), and restarts= has no effect there.
+    restarts: how often all ranks are restarted, as new processes, after one of them has failed; fn loads the last
+    checkpoint (`Pipe.load`) and continues.  The variable TORCHELASTIC_RESTART_COUNT holds the number of restarts so
+    far.  The pause before a restart doubles while ranks fail early; an error that is raised twice with the same message
+    and place ends the run.  torchrun restarts by itself (--max-restarts), and restarts= has no effect there.
 
-    grace: seconds that the ranks have to end after SIGTERM to this process, which is passed on to them as SIGUSR1 is
-    (`Pipe.stop_requested`); then they are killed, as by a second SIGTERM.  Nothing is started again after a signal.
+    grace: seconds between SIGTERM to this process and the end of ranks that still run.  SIGTERM and SIGUSR1 are passed
+    on to the ranks (`Pipe.stop_requested`); a second SIGTERM kills them at once.  Nothing is restarted after a signal.
 
-    elastic: (least, most) numbers of ranks between which the run goes on when processes die.  The ranks that are left
+    elastic: (least, most) numbers of ranks between which the run continues when processes die.  The remaining ranks
     start again at once, without counting as a restart, and `compile` with the cluster of this launch, or with None,
     plans for their devices.  rejoin: seconds after which a lost device is used again, None for never: all ranks then
     see `Pipe.stop_requested`, save and return, and start again together.  See docs/elastic.md.
 
-    Raises WorkerError with the first cause if a process dies, is stopped or
-    runs out of time, and the error that fn raised on a rank.
+    Raises WorkerError with the first cause if a process dies, is stopped or runs out of time, and the error that fn
+    raised on a rank.
     """
     if timeout is not None:
         read_value("timeout", timeout)

@@ -302,6 +302,8 @@ class Engine:
         if not state.train:
             state.results[slot.micro].update(outputs)
         values.update(outputs)
+        if slot.stage in self._program.forward_only:
+            runner.end_forward(slot)
         if not state.sends_left[slot, FORWARD]:
             del state.values[slot]
 

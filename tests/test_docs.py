@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import json
 import re
 from pathlib import Path
 
@@ -112,6 +113,27 @@ def test_measured_ratios_are_those_of_the_results() -> None:
     assert len(rows) >= 8
     for row in rows:
         assert row[0] == measured(row)
+
+
+def test_the_readme_says_what_slices_gained_in_the_measurement() -> None:
+    said = re.search(r"(\d\.\d)x \(Llama\) and (\d\.\d)x \(GPT-2\)", (ROOT / "README.md").read_text())
+    found = json.loads((ROOT / "benchmarks/results/token_slices.json").read_text())["one sequence"]
+    gains = [found[f"{model}, 2048"]["rows"]["planned slices"]["gain"]["median"] for model in ("llama", "gpt2")]
+    assert said is not None and list(said.groups()) == [f"{gain:.1f}" for gain in gains]
+
+
+def test_times_on_one_gpu_are_those_of_the_results() -> None:
+    files = [json.loads((ROOT / f"benchmarks/results/gpu_h100_{name}.json").read_text()) for name in ("one", "more")]
+    medians = {
+        (row["model"], row["precision"], row["plan"], f"{1e3 * row['seconds']['median']:.1f}")
+        for file in files for row in file["rows"] if "seconds" in row
+    }  # fmt: skip
+    table = (ROOT / "docs/benchmarks.md").read_text().split("## What one H100 showed")[1]
+    rows = re.findall(r"^\| ([\w-]+ ?XL|[\w-]+), .*, (\w+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|", table, re.MULTILINE)
+    assert len(rows) == 3
+    for model, precision, *times in rows:
+        for plan, time in zip(("one device", "ours", "DDP"), times, strict=True):
+            assert (model.lower().replace(" ", "-").replace("gpt-2", "gpt2"), precision, plan, time) in medians
 
 
 def test_an_option_is_documented_once() -> None:

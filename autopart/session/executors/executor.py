@@ -351,11 +351,11 @@ class Executor:
 
     def program(self, micros: int) -> Program:
         """Return the verified program for this number of micro-batches."""
-        decision = of_micros(self._decision, micros)
+        decision, graph = of_micros(self._decision, micros), self._graph
         if self._train:
-            program = training_program(decision, self._graph, self._code.prologue, self._synced)
+            program = training_program(decision, graph, self._code.prologue, self._context.placement, self._synced)
         else:
-            program = evaluation_program(decision, self._graph)
+            program = evaluation_program(decision, graph)
         return program if self._world.carrier is None else check_messages(program)
 
     def engine(self, micros: int) -> Engine:

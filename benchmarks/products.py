@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from common import ratio, spread, write
 
-from autopart.products import are_faster, multiply
+from autopart.runtime.stages.products import are_faster, multiply
 
 SIZES = ((128, 128, 128), (128, 256, 256), (128, 1024, 256), (1024, 1024, 256), (128, 3072, 768))
 """Rows, features of the result, features of the input."""

@@ -10,8 +10,8 @@ simulated step, and the most memory of activations that the plan expects.
 Limits: torch has ZB-H1 only for several stages on a rank (`ScheduleInterleavedZeroBubble`), which is compared with our
 zb-h1 of one stage on each, and with our searched order of two.
 
-On CPUs that are not Intel's our large products take oneDNN, torch's MKL (`autopart.products`).  `--same-kernels` turns
-that off: what is left is the gain of the schedules and of the runtime.
+On CPUs that are not Intel's our large products take oneDNN, torch's MKL (`runtime/stages/products.py`).
+`--same-kernels` turns that off: what is left is the gain of the schedules and of the runtime.
 
     python benchmarks/schedules.py            about 4 minutes on 2 cores; writes results/schedules.json
     python benchmarks/schedules.py --same-kernels        writes results/schedules_same_kernels.json

@@ -31,10 +31,10 @@ from autopart.files.clusters import LOOPBACK, NVLINK, parse_cluster, this_host
 from autopart.ir.cluster import Cluster, Device, Level, Link, check
 from autopart.ir.errors import ClusterError
 from autopart.launcher import adopt_task
-from autopart.products import multiply
 from autopart.runtime.activity import waiting
 from autopart.runtime.group.world import World
 from autopart.runtime.launch.local import launch, under_torchrun
+from autopart.runtime.stages.products import multiply
 
 DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("float32", "bfloat16", "float16")}
 SMALL = 64

@@ -23,7 +23,6 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from autopart import products
 from autopart.capture import Captured
 from autopart.capture.trace.grouped_products import kernel_of
 from autopart.files.caches.cost_cache import OpTimes, keep_times, read_times
@@ -32,6 +31,7 @@ from autopart.ir.cost import Cost
 from autopart.ir.graph import Graph, Op, Param, Value
 from autopart.passes.ops.analytic_costs import analytic_costs
 from autopart.passes.ops.table import row_of
+from autopart.runtime.stages import products
 
 _REPEATS = 7
 """Most timed runs of an op, after two to warm up; the median counts."""

@@ -23,7 +23,6 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from autopart import products
 from autopart.capture import Captured
 from autopart.capture.trace.grouped_products import kernel_of
 from autopart.costs.measure import clocked, environment, made_up, wait_for
@@ -31,6 +30,7 @@ from autopart.files.caches.cost_cache import OpTimes, keep_times, read_times
 from autopart.ir.cluster import Device
 from autopart.ir.graph import Graph
 from autopart.passes.ops.analytic_costs import analytic_costs
+from autopart.runtime.stages import products
 
 _RUNS = 5
 """Most runs with timers and without, each after one to warm up; medians count."""

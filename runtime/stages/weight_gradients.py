@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from autopart.products import multiply, takes_onednn
 from autopart.runtime.masters import gradient_dtype
+from autopart.runtime.stages.products import multiply, takes_onednn
 from autopart.runtime.stages.stage_module import trained_leaf
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from autopart import products
+from autopart.runtime.stages import products
 from autopart.runtime.stages.weight_gradients import WeightGradient, product
 
 ROWS, OUT, GIVEN = 96, 160, 144

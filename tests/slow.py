@@ -26,6 +26,7 @@ PARTS = {
         "e2e/test_master_weights.py",
         "e2e/test_batch_statistics.py",
         "e2e/test_data.py",
+        "e2e/test_models_from_meta.py",
         "e2e/test_sampler.py",
         "session",
     ],

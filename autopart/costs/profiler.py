@@ -43,6 +43,8 @@ def profile_costs(captured: Captured, device: Device, *, budget_s: float = 3.0) 
     budget_s: seconds to spend; a program expected to take a quarter of it for one micro-batch is not run.  The model's
     parameters are read, never changed, and get no gradients.
     """
+    if any(tensor.is_meta for tensor in captured.tensors.values()):
+        return None  # there may be no memory for the whole program
     graph, where = analytic_costs(captured.graph, device), torch.device(device.kind)
     times = _kept_times(graph, device, budget_s, lambda: _profiled(captured, where, budget_s))
     if times is None:

@@ -51,11 +51,18 @@ class Pipe(PipeMeasured):
         self.companions["data"] = self._position
         if sample is not None:
             self._bring_up(((sample,), {}))
+        elif first := captures.trained.without_values:  # an optimizer made before the first step would drive it
+            raise UsageError(
+                f"{first} is on the meta device, and compile was given no sample",
+                why="this rank's part of the model has to exist before an optimizer is made for it",
+                fix="pass sample=batch to compile, and weights=",
+            )
 
     def _bring_up(self, arguments: Arguments, *, sharded: bool = False) -> Session:
         session = Session(self._captures, self._cluster, self._options)
         session.bring_up(arguments, sharded=sharded)
         self._session = session
+        self._speeds.follow(session.plan, self._cluster)
         session.calls.pending, session.calls.forget = self._saver.failure, self._saver.forget
         take_masters(session, self._restored)
         self._unwatch = watch_optimizers(session.world.size, lambda: session.tensors, session.kept)
@@ -93,6 +100,7 @@ class Pipe(PipeMeasured):
             )
         self._meter.loss = loss
         self._steps += 1
+        self._speeds.note(session.computed_ns)
         self._position.advance()
         self._mark_trained()
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if overflow else 0

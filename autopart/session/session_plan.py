@@ -68,6 +68,7 @@ class SessionPlan:
     tied: first name of each tied tensor, by its other names.
     preparing_s, moving_s: seconds that capturing and making the stages, and moving tensors, took at the last change.
     spans: gets what this rank does in training steps, if it is a list.
+    computed_ns: what each rank computed for in the last step, 0 where it was not measured.
     last_shares: rows of each micro-batch of the last batch, and their shares in its loss.  last_executor: that ran it.
     flush: lets what asynchronous training has in flight come back, before any other call.
     """
@@ -88,6 +89,7 @@ class SessionPlan:
         self._kinds = KnownKinds()
         self.spans: list[Span] | None = None
         self.tied: Mapping[str, str] = {}
+        self.computed_ns: tuple[float, ...] = ()
         self.last_shares: tuple[tuple[int, ...], Shares] = ((), {})
         self.last_executor: Executor | None = None
         self.flush: Callable[[], None] = lambda: None

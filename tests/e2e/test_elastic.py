@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from support.jobs import elastic_jobs as jobs
+from support.jobs import straggler_jobs as stragglers
+from support.workers import Workers
 
 import autopart
 
@@ -23,3 +26,12 @@ def test_three_of_four_ranks_go_on_after_a_kill_and_the_fourth_joins_back(tmp_pa
     assert {each.world for each in steps if each.generation == 1} == {3}
     assert steps[-1].world == 4
     assert all(each.working == each.world for each in steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slow_rank", [0, 1])
+def test_a_rank_slowed_to_a_third_is_named_and_gets_less(pair: Workers, slow_rank: int) -> None:
+    for losses, named, adopted, before, after in pair.run(stragglers.train, 2, slow_rank, 3):
+        assert 0 < named <= 20
+        assert adopted and after < 0.7 * before
+        torch.testing.assert_close(losses, stragglers.plainly(len(losses)), rtol=1e-10, atol=0)

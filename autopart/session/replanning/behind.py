@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from autopart.ir.cluster import Cluster
 from autopart.ir.errors import AutopartError, RefusedError, UsageError
 from autopart.ir.plan import Plan
 from autopart.options import Options
@@ -56,7 +57,7 @@ def zeros(specs: Specs) -> tuple[tuple[str, torch.Tensor], ...]:
     return tuple((name, torch.zeros(shape, dtype=getattr(torch, dtype))) for name, shape, dtype in specs)
 
 
-def behind_frozen(session: Session, cache: AutoCache, options: Options) -> Behind | str:
+def behind_frozen(session: Session, cluster: Cluster, cache: AutoCache, options: Options) -> Behind | str:
     """Return the best plan that begins behind the frozen layers, or why there is none.  Local, on rank 0.
 
     Computes the values twice for the batch that was planned for, and reads them once.  Raises RefusedError if the
@@ -67,16 +68,18 @@ def behind_frozen(session: Session, cache: AutoCache, options: Options) -> Behin
     code = frozen_code(captures, batch, max(session.plan.micro_rows))
     if not code.values:
         return "no layer is frozen whose activations could be kept"
+    if any(code.captured.tensors[name].is_meta for name in code.tensors):
+        return "rank 0 has no values of some frozen layers, which the planner would time"
     begun, computing_s, reading_s = session.activations.tried(batch, code, cache)
     try:
-        planned = make_plan(captures, begun, session.cluster, options)
+        planned = make_plan(captures, begun, cluster, options)
     except RefusedError:
         raise
     except AutopartError as error:  # an option may name a layer that is not planned any more
         return f"without the frozen layers there is no plan: {error}"
     weights = sum(code.captured.tensors[name].nbytes for name in code.tensors)
     peak = max((estimate.peak_bytes for estimate in planned.plan.estimates), default=0)
-    if peak + weights > session.cluster.devices[0].memory_bytes:
+    if peak + weights > cluster.devices[0].memory_bytes:
         return "the ranks that are given data have no memory for the frozen layers"
     rows = batch.rows or 1
     share = _largest_share(planned.plan, rows)

@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 
+from autopart.ir.cluster import Cluster
 from autopart.ir.errors import RefusedError
 from autopart.ir.plan import Decision, Plan
 from autopart.ir.size import Size
@@ -81,6 +82,7 @@ class _Proposal:
 
 def replan(
     session: Session,
+    machines: Cluster,
     steps: int | None,
     state_bytes: Mapping[str, int],
     prepare: Preparing,
@@ -88,8 +90,9 @@ def replan(
 ) -> Replanned:
     """Plan anew for the model as it is, and go on under that plan if it pays.  Collective; see `Pipe.replan`.
 
-    state_bytes: of the optimizer's state of each parameter on this rank.  prepare: as for `Session.adopt`.  cache: for
-    the activations of frozen layers, None for the one that was given before."""
+    machines: the cluster with its devices as fast as they are now.  state_bytes: of the optimizer's state of each
+    parameter on this rank.  prepare: as for `Session.adopt`.  cache: for the activations of frozen layers, None for the one that
+    was given before."""
     world = session.world
     begun: list[tuple[str, torch.Tensor]] = []
     with session.call("replan"):
@@ -99,7 +102,7 @@ def replan(
             if cache is not None:
                 session.activations.open(cache)
         known = world.gather_objects(KeptBytes({**state_bytes}, _beside(session)))
-        proposal = from_rank(world, 0, "planning", partial(_proposed, session, known, steps, begun))
+        proposal = from_rank(world, 0, "planning", partial(_proposed, session, machines, known, steps, begun))
         planning_s = time.perf_counter() - began
         preparing_s = max(row[0] for row in world.gather_numbers([session.preparing_s]))
         pause_s = preparing_s + predicted_s(world, proposal.pairs)
@@ -130,23 +133,27 @@ def _beside(session: Session) -> dict[str, int]:
 
 
 def _proposed(
-    session: Session, kept: Sequence[KeptBytes], steps: int | None, begun: list[tuple[str, torch.Tensor]]
+    session: Session,
+    cluster: Cluster,
+    kept: Sequence[KeptBytes],
+    steps: int | None,
+    begun: list[tuple[str, torch.Tensor]],
 ) -> _Proposal:
     """Return the best plan for the model as it is, and how it compares with the one that runs.  On rank 0.
 
     begun: gets what the plan begins with, if it begins behind frozen layers."""
     options = replace(session.options, plan=None)
-    best = make_plan(session.captures, session.batch.plain, session.cluster, options)
+    best = make_plan(session.captures, session.batch.plain, cluster, options)
     cache, behind, note = session.activations.cache, None, ""
     if cache is not None:
-        found = behind_frozen(session, cache, options)
+        found = behind_frozen(session, cluster, cache, options)
         behind, note = (None, found) if isinstance(found, str) else (found, "")
         if behind is not None and not _pays(behind, best.plan, steps):
             behind, note = None, "reading the activations of frozen layers would take longer than computing them"
     if behind is not None:
         best = behind.planned
         begun.extend(behind.kept)
-    now_s, decision = _running(session, options)
+    now_s, decision = _running(session, cluster, options)
     same = session.activations.values == tuple(name for name, _ in begun)
     runs = same and decision is not None and best.plan.decision == decision
     placement = placement_of(best.captured.graph, best.plan.decision, best.captured.before)
@@ -163,10 +170,10 @@ def _pays(behind: Behind, whole: Plan, steps: int | None) -> bool:
     return gain_s > 0 if steps is None else gain_s * steps > behind.once_s(steps)
 
 
-def _running(session: Session, options: Options) -> tuple[float | None, Decision | None]:
+def _running(session: Session, cluster: Cluster, options: Options) -> tuple[float | None, Decision | None]:
     """Return the simulated seconds of a step of the plan that runs, for the model as it is, and its decision; None if
     it begins behind layers that learn again."""
-    batch, cluster, captures, running = session.batch, session.cluster, session.captures, session.plan
+    batch, captures, running = session.batch, session.captures, session.plan
     try:
         captured = captures(batch, Size(max(running.micro_rows)))
     except RefusedError:

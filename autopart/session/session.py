@@ -16,7 +16,6 @@ from autopart.runtime.activity import patient
 from autopart.runtime.engine import BatchPlan
 from autopart.session.executors.executor import Executor
 from autopart.session.executors.kinds import Kind, largest_part
-from autopart.session.kept.activations import Samples
 from autopart.session.ranks.agreement import FAILURES
 from autopart.session.ranks.call_sync import Given, digest_of
 from autopart.session.session_plan import SessionPlan
@@ -28,6 +27,7 @@ from autopart.session.step.data import (
     rows_of_shards,
     shared_stand_in,
 )  # fmt: skip
+from autopart.session.step.kept.activations import Samples
 
 _CALLS = {"step": "step", "loss": "eval_loss", "predict": "predict"}
 """The call of a pipe by the mode in which the model is captured."""

@@ -40,7 +40,6 @@ from autopart.runtime.tensors import (
 from autopart.runtime.watch.progress import tell
 from autopart.session.executors.executor import Executor, RankContext
 from autopart.session.executors.kinds import KnownKinds
-from autopart.session.kept.activations import Activations
 from autopart.session.placement import placement_of, relocate
 from autopart.session.ranks.agreement import FAILURES, from_rank, require_same_everywhere, together
 from autopart.session.ranks.call_sync import Calls, digest_of
@@ -50,6 +49,7 @@ from autopart.session.step.data import (
     one_batch,
     refuse_target,
 )  # fmt: skip
+from autopart.session.step.kept.activations import Activations
 from autopart.session.step.loss_shares import Shares
 from autopart.session.step.padded import PaddingReader
 from autopart.session.weights.source import Weights, weights_for

@@ -14,7 +14,7 @@ from torch import nn
 
 import autopart
 from autopart.ir.errors import BatchError, RefusedError
-from autopart.session.kept.activations import Counts
+from autopart.session.step.kept.activations import Counts
 
 pytestmark = pytest.mark.timeout(240)
 WAY = [first(n) for n in (0, 2, 4, 4, 1, 0)]

@@ -20,7 +20,6 @@ from autopart.ir.timeline import Timeline
 from autopart.options import Options
 from autopart.session.asynchronous.limits import refuse_in_training, require_stream
 from autopart.session.asynchronous.training import Training
-from autopart.session.kept.activations import Samples
 from autopart.session.pipe.measured import PipeMeasured, gathered
 from autopart.session.session import Session
 from autopart.session.state.checkpoints.saver import Around, HasState, Request, Saver, require_folder
@@ -29,6 +28,7 @@ from autopart.session.state.sampler import DataPosition, PositionedSampler, samp
 from autopart.session.state.scaler import WARN_AFTER, checked_scale, not_finite, refuse_ambiguous, warn_skipped
 from autopart.session.state.state_dict import empty_foreign, sync_state, take_masters
 from autopart.session.step.data import Arguments, own_rows
+from autopart.session.step.kept.activations import Samples
 from autopart.session.step.parts import micro_cut
 
 

@@ -16,7 +16,6 @@ from autopart.ir.program import Program
 from autopart.options import Options
 from autopart.report.plan_table import stage_table
 from autopart.session.asynchronous.training import Training
-from autopart.session.kept.activations import AutoCache
 from autopart.session.pipe.state import PipeState
 from autopart.session.replanning.carried import carrying
 from autopart.session.replanning.replan import Replanned, replan, state_bytes_of
@@ -24,6 +23,7 @@ from autopart.session.replanning.speeds import Speeds, slowed
 from autopart.session.session_plan import Preparing
 from autopart.session.state.checkpoints.contents import driven_names
 from autopart.session.state.misuse_guards import short_tracebacks
+from autopart.session.step.kept.activations import AutoCache
 
 
 @short_tracebacks

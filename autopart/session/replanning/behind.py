@@ -12,9 +12,9 @@ from autopart.ir.plan import Plan
 from autopart.options import Options
 from autopart.passes.program.schedules import find
 from autopart.planning.make import Planned, make_plan
-from autopart.session.kept.activations import AutoCache
-from autopart.session.kept.code import frozen_code
 from autopart.session.session import Session
+from autopart.session.step.kept.activations import AutoCache
+from autopart.session.step.kept.code import frozen_code
 from autopart.session.step.parts import micro_cut
 
 Specs = tuple[tuple[str, tuple[int, ...], str], ...]

@@ -18,13 +18,13 @@ from autopart.options import Options
 from autopart.planning.make import make_plan
 from autopart.planning.simulated import simulated_step_ns
 from autopart.session.executors.kinds import projected
-from autopart.session.kept.activations import AutoCache
 from autopart.session.placement import placement_of
 from autopart.session.ranks.agreement import from_rank, together
 from autopart.session.replanning.behind import Behind, Specs, behind_frozen, zeros
 from autopart.session.replanning.moving import KeptBytes, Pairs, moved_bytes, predicted_s
 from autopart.session.session import Session
 from autopart.session.session_plan import Preparing
+from autopart.session.step.kept.activations import AutoCache
 
 WORTH = 0.02
 """Without a number of steps, a plan has to make the step shorter by this part: predictions are not worth more."""
@@ -91,8 +91,8 @@ def replan(
     """Plan anew for the model as it is, and go on under that plan if it pays.  Collective; see `Pipe.replan`.
 
     machines: the cluster with its devices as fast as they are now.  state_bytes: of the optimizer's state of each
-    parameter on this rank.  prepare: as for `Session.adopt`.  cache: for the activations of frozen layers, None for the one that
-    was given before."""
+    parameter on this rank.  prepare: as for `Session.adopt`.  cache: for the activations of frozen layers, None for the
+    one that was given before."""
     world = session.world
     begun: list[tuple[str, torch.Tensor]] = []
     with session.call("replan"):

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import autopart
-from autopart.session.kept.activations import Counts
 from autopart.session.replanning import replan as replanning
+from autopart.session.step.kept.activations import Counts
 from support.jobs.freeze_jobs import Net, first, freeze
 from support.jobs.replan_jobs import WIDTH
 from support.jobs.step_jobs import refusal_of

@@ -13,8 +13,8 @@ import torch
 from autopart.capture import CaptureCache
 from autopart.capture.batch.batch import Batch
 from autopart.ir.errors import BatchError, UsageError
-from autopart.session.kept.code import FrozenCode, Tensors, frozen_code
-from autopart.session.kept.store import Entry, SampleStore
+from autopart.session.step.kept.code import FrozenCode, Tensors, frozen_code
+from autopart.session.step.kept.store import Entry, SampleStore
 
 Samples = Sequence[int | str]
 _FIRST = b""

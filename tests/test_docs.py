@@ -172,7 +172,8 @@ def test_every_kind_of_extension_touches_at_most_four_packages() -> None:
 def test_every_fault_of_the_table_has_a_test_that_exists_or_a_reason() -> None:
     page = (ROOT / "docs/faults.md").read_text()
     rows = re.findall(r"^\| (F\d+) \| ([^|]+) \| ([^|]+) \|$", page, re.MULTILINE)
-    assert [number for number, *_ in rows] == [f"F{number}" for number in range(1, 21)]
+    assert len(rows) >= 20
+    assert [number for number, *_ in rows] == [f"F{number}" for number in range(1, len(rows) + 1)]
     for number, _, shown in rows:
         tests = re.findall(r"`([\w/]+\.py)::(\w+)`", shown)
         assert tests or "not done:" in shown, number

@@ -54,7 +54,9 @@ class Session(SessionPlan):
             self.flush()
             executor, _, plan = self.planned_batch(mode, arguments, step, scale, sharded=sharded)
             with self.calls.running("a step failed"):
-                return executor.loss(plan, self.spans if mode == "step" else None, unscaled=unscaled)
+                found = executor.loss(plan, self.spans if mode == "step" else None, unscaled=unscaled)
+                self.computed_ns = executor.computed_ns
+                return found
 
     def predict(self, arguments: Arguments) -> Any:
         """Return what the model returns in eval mode, on every rank, on the CPU.  Collective."""

@@ -68,6 +68,7 @@ class SessionPlan:
     tied: first name of each tied tensor, by its other names.
     preparing_s, moving_s: seconds that capturing and making the stages, and moving tensors, took at the last change.
     spans: gets what this rank does in training steps, if it is a list.
+    computed_ns: what each rank computed for in the last step, 0 where it was not measured.
     last_shares: rows of each micro-batch of the last batch, and their shares in its loss.  last_executor: that ran it.
     flush: lets what asynchronous training has in flight come back, before any other call.
     """
@@ -88,9 +89,11 @@ class SessionPlan:
         self._kinds = KnownKinds()
         self.spans: list[Span] | None = None
         self.tied: Mapping[str, str] = {}
+        self.computed_ns: tuple[float, ...] = ()
         self.last_shares: tuple[tuple[int, ...], Shares] = ((), {})
         self.last_executor: Executor | None = None
         self.flush: Callable[[], None] = lambda: None
+        self._later_values: Values = without_values
         local, timeout_s = cluster.levels[0].size, options.timeout
         self.world = World(cluster.kind, cluster.world, local=local, timeout_s=timeout_s, transport=options.transport)
         self.calls = Calls(self.world)
@@ -122,6 +125,7 @@ class SessionPlan:
                 executor = self._executor_of(planned, context)
                 if weights is not None:
                     self._complete(weights, context)
+                    self._later_values = partial(weights.unsaved, device=device)
                 self._install(planned, context, executor)
                 took = f"captured in {self.captures.seconds:.1f} s, planned in {max(0.0, planning_s):.1f} s"
                 tell(f"{took}: {summary(self.plan.decision)}{_predicted(self.plan)}")
@@ -216,7 +220,7 @@ class SessionPlan:
         return executor
 
     def _install(self, planned: Planned, context: RankContext, executor: Executor) -> None:
-        context.tensors.settle()
+        context.tensors.settle(self._later_values)
         self.plan, self._captured = planned.plan, planned.captured
         self.context = context
         context.values.drop_foreign_gradients()

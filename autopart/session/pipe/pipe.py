@@ -62,6 +62,7 @@ class Pipe(PipeMeasured):
         session = Session(self._captures, self._cluster, self._options)
         session.bring_up(arguments, sharded=sharded)
         self._session = session
+        self._speeds.follow(session.plan, self._cluster)
         session.calls.pending, session.calls.forget = self._saver.failure, self._saver.forget
         take_masters(session, self._restored)
         self._unwatch = watch_optimizers(session.world.size, lambda: session.tensors, session.kept)
@@ -99,6 +100,7 @@ class Pipe(PipeMeasured):
             )
         self._meter.loss = loss
         self._steps += 1
+        self._speeds.note(session.computed_ns)
         self._position.advance()
         self._mark_trained()
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if overflow else 0

@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 
+from autopart.ir.cluster import Cluster
 from autopart.ir.plan import Plan
 from autopart.ir.size import Size
 from autopart.planning.make import make_plan
@@ -58,9 +59,12 @@ class _Proposal:
     pairs: Pairs
 
 
-def replan(session: Session, steps: int | None, state_bytes: Mapping[str, int], prepare: Preparing) -> Replanned:
+def replan(
+    session: Session, machines: Cluster, steps: int | None, state_bytes: Mapping[str, int], prepare: Preparing
+) -> Replanned:
     """Plan anew for the model as it is, and go on under that plan if it pays.  Collective; see `Pipe.replan`.
 
+    machines: the cluster with its devices as fast as they are now.
     state_bytes: of the optimizer's state of each parameter on this rank.  prepare: as for `Session.adopt`."""
     world = session.world
     with session.call("replan"):
@@ -68,7 +72,7 @@ def replan(session: Session, steps: int | None, state_bytes: Mapping[str, int], 
         with together(world, "reading the model"):
             session.follow_model(training=True)
         known = world.gather_objects(KeptBytes({**state_bytes}, _beside(session)))
-        proposal = from_rank(world, 0, "planning", partial(_proposed, session, known))
+        proposal = from_rank(world, 0, "planning", partial(_proposed, session, machines, known))
         planning_s = time.perf_counter() - began
         preparing_s = max(row[0] for row in world.gather_numbers([session.preparing_s]))
         pause_s = preparing_s + predicted_s(world, proposal.pairs)
@@ -97,10 +101,10 @@ def _beside(session: Session) -> dict[str, int]:
     return dict(sizes)
 
 
-def _proposed(session: Session, kept: Sequence[KeptBytes]) -> _Proposal:
+def _proposed(session: Session, cluster: Cluster, kept: Sequence[KeptBytes]) -> _Proposal:
     """Return the best plan for the model as it is, and how it compares with the one that runs.  On rank 0."""
     options = replace(session.options, plan=None)
-    batch, cluster, captures = session.batch, session.cluster, session.captures
+    batch, captures = session.batch, session.captures
     best = make_plan(captures, batch, cluster, options)
     running = session.plan
     captured = captures(batch, Size(max(running.micro_rows)))

@@ -77,10 +77,10 @@ class LocalTensors:
         assert isinstance(held, torch.nn.Parameter)
         self.masters.hold(name, held, known)
 
-    def settle(self) -> None:
-        """Release what was held before and is not held any more, and what gives values to tensors on the meta device:
-        training changes them from now on."""
-        self._earlier, self._values = None, without_values
+    def settle(self, values: Values = without_values) -> None:
+        """Release what was held before and is not held any more.  values: of tensors on the meta device from now on,
+        as training changes others."""
+        self._earlier, self._values = None, values
 
     def check(self) -> None:
         """Raise RefusedError if a tensor was converted in place, as by model.to(dtype), or written to beside its

@@ -93,6 +93,7 @@ class SessionPlan:
         self.last_shares: tuple[tuple[int, ...], Shares] = ((), {})
         self.last_executor: Executor | None = None
         self.flush: Callable[[], None] = lambda: None
+        self._later_values: Values = without_values
         local, timeout_s = cluster.levels[0].size, options.timeout
         self.world = World(cluster.kind, cluster.world, local=local, timeout_s=timeout_s, transport=options.transport)
         self.calls = Calls(self.world)
@@ -124,6 +125,7 @@ class SessionPlan:
                 executor = self._executor_of(planned, context)
                 if weights is not None:
                     self._complete(weights, context)
+                    self._later_values = partial(weights.unsaved, device=device)
                 self._install(planned, context, executor)
                 took = f"captured in {self.captures.seconds:.1f} s, planned in {max(0.0, planning_s):.1f} s"
                 tell(f"{took}: {summary(self.plan.decision)}{_predicted(self.plan)}")
@@ -218,7 +220,7 @@ class SessionPlan:
         return executor
 
     def _install(self, planned: Planned, context: RankContext, executor: Executor) -> None:
-        context.tensors.settle()
+        context.tensors.settle(self._later_values)
         self.plan, self._captured = planned.plan, planned.captured
         self.context = context
         context.values.drop_foreign_gradients()

@@ -74,3 +74,18 @@ def test_values_do_not_depend_on_the_plan_and_training_goes_on_under_another(wor
         assert all(torch.equal(buffer, expected["buffers"][key]) for key, buffer in each["buffers"].items())
     again = workers.run(jobs.stepped, name, str(tmp_path), other, 4)
     assert all(torch.equal(again[0]["state"][key], value) for key, value in found[0]["after"].items())
+
+
+@pytest.mark.slow
+def test_files_that_differ_or_fail_on_one_rank_are_refused_on_all(pair, tmp_path):
+    whole, _ = jobs.built("llama_tied")
+    for rank in "01":
+        whole.save_pretrained(tmp_path / rank)
+        with torch.no_grad():
+            whole.model.norm.weight += 1
+    for said in pair.run(jobs.own_files, str(tmp_path)):
+        assert "ranks 0 and 1 got different values of model.norm.weight" in said
+    file = tmp_path / "1" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-8])
+    for said in pair.run(jobs.own_files, str(tmp_path)):
+        assert "model.safetensors cannot be read" in said and "rank 1" in said

@@ -138,3 +138,20 @@ def test_a_tensor_that_is_neither_parameter_nor_buffer_is_refused(tmp_path, whol
         model = Attribute()
     with pytest.raises(RefusedError, match=r"table"):
         autopart.compile(model, "cpu:1", weights=tmp_path, **OPTIONS)
+
+
+class Sorting(Net):
+    """Sorts its rows, so that numbers have to show whether rows stay apart."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        order = self.body(x)[:, 0].argsort()
+        return self.body(x[order][order.argsort()]).square().mean(1).sum()
+
+
+def test_what_only_numbers_could_show_is_refused(tmp_path, whole) -> None:
+    with torch.device("meta"):
+        model = Sorting()
+    with pytest.raises(RefusedError, match=r"(?s)rows of a batch are independent.*the model is on the meta device"):
+        autopart.compile(model, "cpu:1", weights=tmp_path, **OPTIONS)
+    with autopart.compile(model, "cpu:1", weights=tmp_path, **{**OPTIONS, "micro_batches": 1}) as pipe:
+        assert pipe.step(X).isfinite()

@@ -9,6 +9,7 @@ import torch
 from autopart.capture.guards import tied_names
 from autopart.capture.trained import Trained
 from autopart.ir.errors import RefusedError, UsageError
+from autopart.runtime.tensors import without_values
 from autopart.session.weights.initial import initial_values, require_initialiser
 from autopart.session.weights.stored import StoredValues
 
@@ -31,7 +32,7 @@ class Weights:
         self.wanted = {name: tensor for name, tensor in every.items() if tensor.is_meta}
         self._stored = StoredValues(weights) if weights != INITIAL else None
         tied, state = tied_names(model), model.state_dict()
-        saved = {tied.get(name, name) for name in state}
+        self._saved = saved = {tied.get(name, name) for name in state}
         self._made_here = {name for name in self.wanted if self._stored is None or name not in saved}
         require_initialiser(model, {name: self.wanted[name] for name in self.wanted if name in self._made_here}, seed)
         if self._stored is not None:
@@ -47,6 +48,12 @@ class Weights:
         if self._stored is not None:
             made |= self._stored.values({n: t for n, t in wanted.items() if n not in own}, device)
         return made
+
+    def unsaved(self, wanted: Mapping[str, torch.Tensor], device: torch.device) -> Mapping[str, torch.Tensor]:
+        """Return what `values` does, after training has begun: for buffers that are not saved.  Raises RefusedError for
+        other tensors, which a step or a checkpoint may have changed."""
+        changing = {name: tensor for name, tensor in wanted.items() if name in self._saved}
+        return without_values(changing) if changing else self.values(wanted, device)
 
 
 def _require_registered(model: Trained) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -89,3 +90,14 @@ def plain(name: str, state: Mapping[str, torch.Tensor], micros: int = 1) -> dict
     with torch.no_grad():
         again = model.eval()(**batch).loss.item()
     return {"loss": loss, "gradients": gradients, "after": after, "buffers": buffers, "again": again}
+
+
+def own_files(folder: str) -> str:
+    """Compile on two ranks, each with the weights of its own folder; returns what is raised."""
+    model, batch = on_meta("llama_tied")
+    options = {"stages": 1, "replicas": 2, "micro_batches": 2, "costs": "analytic"}
+    try:
+        with autopart.compile(model, "cpu:2", sample=batch, weights=f"{folder}/{os.environ['RANK']}", **options):
+            return ""
+    except autopart.AutopartError as error:
+        return str(error)

@@ -161,10 +161,11 @@ def _without_values(captured: Captured) -> bool:
 def _prove(family: ProgramFamily, unproven: UnprovenRows) -> frozenset[str]:
     """Return those of the values that numbers show to be slices of the whole batch's values."""
     assert family.other is not None
-    names = unproven.names
     if family.on_meta:
-        return names  # planning only: compile checks again, with values
-    if _without_values(family.base):
+        return unproven.names  # planning only: compile checks again, with values
+    small, large = sorted((family.base, family.other), key=lambda captured: captured.graph.rows)
+    found = prove_rows(small, large, unproven.names, family.batch)
+    if not found and _without_values(large):
         raise RefusedError(
             "it is not known whether the rows of a batch are independent of each other in this model",
             where=unproven.where,
@@ -172,5 +173,4 @@ def _prove(family: ProgramFamily, unproven: UnprovenRows) -> frozenset[str]:
             fix="use micro_batches=1 and replicas=1, or build a model of the same code, small enough to have values, "
             "and see with autopart.verify what it says",
         )
-    small, large = sorted((family.base, family.other), key=lambda captured: captured.graph.rows)
-    return prove_rows(small, large, names, family.batch)
+    return found

@@ -51,6 +51,7 @@ PARTS = {
         "e2e/test_freezing.py",
         "e2e/test_frozen_models.py",
         "e2e/test_kept_activations.py",
+        "freeze",
         "passes/test_forward_only.py",
     ],
     "constants": ["capture/test_silent_constants.py"],

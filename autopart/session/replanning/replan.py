@@ -62,7 +62,7 @@ class _Proposal:
 def replan(
     session: Session, machines: Cluster, steps: int | None, state_bytes: Mapping[str, int], prepare: Preparing
 ) -> Replanned:
-    """Plan anew for the model as it is, and go on under that plan if it pays.  Collective; see `Pipe.replan`.
+    """Plan again for the model as it is, and continue under that plan if it pays.  Collective; see `Pipe.replan`.
 
     machines: the cluster with its devices as fast as they are now.
     state_bytes: of the optimizer's state of each parameter on this rank.  prepare: as for `Session.adopt`."""

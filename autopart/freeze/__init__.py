@@ -4,7 +4,7 @@
     if policy.apply(pipe, epoch):
         pipe.replan(optimizer, steps=remaining)
 
-A policy decides what freezes, since that changes the result of the training; what it saves is found by planning anew.
+A policy decides what freezes, since that changes the result of the training; what it saves is found by planning again.
 May enter: a rule that was published, as a `Policy`.  What a prefix of a model is stands in `passes.graph.prefixes`.
 """
 

@@ -88,7 +88,7 @@ def replan(
     prepare: Preparing,
     cache: AutoCache | None = None,
 ) -> Replanned:
-    """Plan anew for the model as it is, and go on under that plan if it pays.  Collective; see `Pipe.replan`.
+    """Plan again for the model as it is, and continue under that plan if it pays.  Collective; see `Pipe.replan`.
 
     machines: the cluster with its devices as fast as they are now.  state_bytes: of the optimizer's state of each
     parameter on this rank.  prepare: as for `Session.adopt`.  cache: for the activations of frozen layers, None for the

@@ -2,8 +2,8 @@
 
 A ViT of 8 layers (benchmarks/bench_models.py) on two Gloo ranks, one thread each, over a data set of four batches, as
 often as asked.  First everything learns; then the embeddings and the first six layers are frozen, and a plan for the
-whole model is made; then one that may begin behind them.  Times are of `pipe.step` with the step of the optimizer, which
-the simulator counts as well, the slower rank of each step; of the last plan only those in which every sample is read.
+whole model is made; then one that may begin behind them.  Times are of `pipe.step` with the step of the optimizer,
+which the simulator counts as well, on the slower rank; under the last plan only of steps in which every sample is read.
 
     python benchmarks/activation_cache.py               3 minutes on 2 cores; writes results/activation_cache.json
     python benchmarks/activation_cache.py --epochs 2    short, writes nothing
@@ -69,7 +69,7 @@ def measure(cluster: Cluster, epochs: int) -> dict[str, Any]:
 
 
 def _layer(name: str) -> int:
-    """Return the number of a parameter's layer; -1 of embeddings, and the number of layers of what comes behind them."""
+    """Return the number of a parameter's layer; -1 of embeddings, and a large number of what comes behind."""
     if "embeddings" in name:
         return -1
     numbers = [int(word) for word in name.split(".") if word.isdigit()]

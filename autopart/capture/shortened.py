@@ -23,6 +23,7 @@ def without_prefix(captured: Captured, kept: Sequence[str]) -> Captured:
     _refuse_learning(graph, kept)
     behind = graph.ops_between(kept, {*graph.outputs, *(value for _, value in graph.updates)})
     makes = graph.ops_between((), kept)
+    used = (name for op in graph.ops if op.name in makes for name in op.params)
     inputs = (*graph.inputs, *kept)
     values = graph.value_map()
     there = {*inputs, *(name for op in graph.ops if op.name in behind for name in op.writes)}
@@ -32,15 +33,13 @@ def without_prefix(captured: Captured, kept: Sequence[str]) -> Captured:
         values=tuple(values[name] for name in order),
         ops=tuple(op for op in graph.ops if op.name in behind),
         inputs=inputs,
+        before=tuple(dict.fromkeys(name for name in used if captured.names.kinds[name] != "constant")),
     )
     module = _module(captured, behind, kept)
     names = replace(captured.names, inputs={**captured.names.inputs, **{name: name for name in kept}})
     groups = (tuple(name for name in group if name in behind) for group in captured.checkpointed)
     return replace(
         captured, module=module, graph=check(shorter), names=names,
-        before=tuple(dict.fromkeys(
-            name for op in graph.ops if op.name in makes for name in op.params if names.kinds[name] != "constant"
-        )),
         checkpointed=tuple(group for group in groups if group),
     )  # fmt: skip
 

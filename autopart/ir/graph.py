@@ -124,7 +124,8 @@ class Graph:
 
     size: of the micro-batch that the shapes are for.  inputs: tensor inputs in the order of the flattened batch.
     outputs: results, the loss first if there is one.  updates: (buffer name, value that replaces it) after each
-    micro-batch.
+    micro-batch.  before: frozen tensors that are used in front of this graph, if it begins behind frozen layers; the
+    first stage holds them.
     """
 
     size: Size
@@ -134,6 +135,7 @@ class Graph:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     updates: tuple[tuple[str, str], ...] = ()
+    before: tuple[str, ...] = ()
 
     @property
     def rows(self) -> int:

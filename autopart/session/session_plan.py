@@ -210,12 +210,12 @@ class SessionPlan:
     ) -> RankContext:
         """Return what executors share under a plan.  earlier: tensors that this rank held before.  values: of
         tensors on the meta device.  Collective."""
-        placement = placement_of(planned.captured.graph, planned.plan.decision, planned.captured.before)
+        placement = placement_of(planned.captured.graph, planned.plan.decision)
         rank, wanted = self.world.rank, self.options.master_weights
         mastered: Callable[[str], bool] = lambda name: wanted and placement.keeps(rank, name)  # noqa: E731
         tensors = LocalTensors(self.world.device, earlier, mastered, values)
         if rank in planned.plan.stages[0].ranks:
-            tensors.hold(planned.captured.before, planned.captured.tensors)
+            tensors.hold(planned.captured.graph.before, planned.captured.tensors)
         shared = SharedValues(self.world, placement.sharing, tensors.held)
         backend = "inductor" if runs_compiled(self.options, planned.plan) else "eager"
         options = replace(self.options, backend=backend)

@@ -60,7 +60,7 @@ def _kept_groups(stage: Stage, names: set[str]) -> tuple[tuple[str, ...], ...]:
 
 
 def _holders(trained: Graph, plan: Decision) -> dict[str, list[int]]:
-    """Return for each parameter and updated buffer the stages that hold it."""
+    """Return for each parameter and updated buffer the stages that hold it, and what the first one holds besides."""
     updated = {buffer for buffer, _ in trained.updates}
     fixed = {p.name for p in trained.params if p.kind == "param"} | updated
     holders: dict[str, list[int]] = {}
@@ -69,6 +69,10 @@ def _holders(trained: Graph, plan: Decision) -> dict[str, list[int]]:
         for name in dict.fromkeys(p for op in stage.ops for p in ops[op].params):
             if name in fixed:
                 holders.setdefault(name, []).append(index)
+    read = {name for op in trained.ops for name in op.params}
+    for name in trained.before:
+        if name not in read or (name in holders and 0 not in holders[name]):
+            holders[name] = [0, *holders.get(name, ())]
     return holders
 
 

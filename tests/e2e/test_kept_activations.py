@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.jobs import kept_jobs as jobs
 from support.jobs.freeze_jobs import Net, first
+from support.jobs.replan_jobs import Tower
 from support.workers import Workers
 from torch import nn
 
@@ -95,6 +96,14 @@ def test_what_does_not_fit_goes_to_the_disk_and_the_rest_is_computed_again() -> 
     equal([found], jobs.alone(way))
     assert found.used == [(3 * row, 2 * row)] * 3
     assert [own.read for own in found.counts] == [0, 5, 10]
+
+
+@pytest.mark.slow
+def test_evaluation_finds_frozen_layers_whose_first_weight_the_last_stage_holds_too(pair: Workers) -> None:
+    way = [(), ("first", *first(2)), ("first", *first(4))]
+    found = pair.run(jobs.trained, way, SPREAD["stages"], jobs.ROOM, Tower)
+    assert all("linear" not in stage.ops for own in found for stage in own.plans[-1].stages)
+    equal(found, jobs.alone(way, Tower))
 
 
 class Dropping(Net):

@@ -156,7 +156,7 @@ def _proposed(
     now_s, decision = _running(session, cluster, options)
     same = session.activations.values == tuple(name for name, _ in begun)
     runs = same and decision is not None and best.plan.decision == decision
-    placement = placement_of(best.captured.graph, best.plan.decision, best.captured.before)
+    placement = placement_of(best.captured.graph, best.plan.decision)
     pairs = moved_bytes(best.captured.graph, session.context.placement, placement, kept)
     if behind is None:
         return _Proposal(best.plan, runs, now_s, pairs, note=note)

@@ -109,7 +109,8 @@ class PipelineMixin:
             share = float(mine) / float(num_items_in_batch)
         assert self.pipe is not None
         loss = self.pipe.step(inputs, scale=share if share != 1.0 else None)
-        return loss.detach() * share
+        scaled: torch.Tensor = loss.detach() * share
+        return scaled
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
         return model if self.pipe is None else _Trained(self.pipe)
@@ -229,7 +230,7 @@ class _WholeBatches(DataLoader[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the sampler the epoch."""
-        sampler = getattr(self.batch_sampler, "sampler", None)
+        sampler: Any = getattr(self.batch_sampler, "sampler", None)
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
 

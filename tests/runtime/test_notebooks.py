@@ -22,7 +22,7 @@ CELLS = (
     "    model = nn.Sequential(Net(4, 4), nn.ReLU(), nn.Linear(4, 2))\n"
     "    batch = torch.randn(rows, 4), torch.randn(rows, 2)\n"
     "    plain = float(nn.functional.mse_loss(model(batch[0]), batch[1]))\n"
-    "    with autopart.compile(model, 'cpu:2', sample=batch, loss_fn=nn.MSELoss(), costs='analytic', stages=2) as pipe:\n"
+    "    with autopart.compile(model, 'cpu:2', sample=batch, loss_fn=nn.MSELoss(), stages=2) as pipe:\n"
     "        return scaled(float(pipe.step(batch))), scaled(plain)",
     "for mine, plain in autopart.launch(train, 'cpu:2', 8, timeout=60):\n    print(abs(mine - plain) < 1e-6)",
 )

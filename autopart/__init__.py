@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from autopart import freeze
     from autopart.api import compile, launch, plan, simulate, verify
     from autopart.capture.guards import CaptureWarning
     from autopart.costs.sources import register_cost_source
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from autopart.planning.schedule_files import register_schedule, save_schedule
     from autopart.report.traces import save_trace
     from autopart.session.compare import Verification
+    from autopart.session.metrics.log import MetricsLog
     from autopart.session.pipe.pipe import Pipe
     from autopart.session.state.averaged_model import AveragedModel
     from autopart.session.state.checkpoints.plain import load_into, save_from
@@ -50,6 +52,7 @@ __all__ = [
     "Device",
     "Level",
     "Link",
+    "MetricsLog",
     "NonFiniteWarning",
     "Pipe",
     "Plan",
@@ -60,6 +63,7 @@ __all__ = [
     "UsageError",
     "Verification",
     "compile",
+    "freeze",
     "latest",
     "launch",
     "load_into",
@@ -92,14 +96,19 @@ _HOMES = {
     "autopart.session.state.averaged_model": "AveragedModel",
     "autopart.session.state.checkpoints.plain": "load_into save_from",
     "autopart.session.compare": "Verification",
+    "autopart.session.metrics.log": "MetricsLog",
     "autopart.session.pipe.pipe": "Pipe",
     "autopart.session.state.scaler": "NonFiniteWarning",
 }
 """The public names by module.  A module is loaded at the first use of a name, so that `import autopart` is quick."""
 _ALIASES = {"register_op": "register"}
+_ROOMS = ("freeze",)
+"""Packages whose own names are public."""
 
 
 def __getattr__(name: str) -> object:
+    if name in _ROOMS:
+        return import_module(f"autopart.{name}")
     for module, names in _HOMES.items():
         if name in names.split():
             value = globals()[name] = getattr(import_module(module), _ALIASES.get(name, name))

@@ -22,6 +22,7 @@ from autopart.ir.errors import PlanError, RefusedError, UsageError, short_errors
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan
 from autopart.ir.timeline import Timeline
+from autopart.launcher import living_devices
 from autopart.options import OptimizerLike, Options, OptionsDict, PlanLike, read_options, read_value
 from autopart.planning.make import make_plan, precision_of, read_plan
 from autopart.planning.simulated import simulate_plan
@@ -52,8 +53,8 @@ def compile(
 
     model: any torch.nn.Module.  cluster: an `autopart.Cluster`, a YAML, TOML or JSON file, a text such as "cpu:2", or
     None: from the launcher and the visible devices.  sample: one batch as the model takes it (a mapping, a tuple,
-    a pair of both, a tensor; with loss_fn a pair of inputs and target); without one the model is captured at the first
-    step.  The logger "autopart" reports the phases at level INFO.
+    a pair of both, a tensor; with loss_fn a pair of inputs and target).  Without a sample the model is captured at the
+    first step.  The logger "autopart" reports the phases at level INFO.
 
     Raises UsageError (BatchError, ClusterError), CaptureError, RefusedError and PlanError (InfeasibleError when no plan
     fits the memory or the constraints) before any data is sent.
@@ -66,8 +67,8 @@ def compile(
 def plan(model: nn.Module, cluster: ClusterLike = None, *, sample: Any, **options: Unpack[OptionsDict]) -> Plan:
     """Plan a model without running it: needs no process group and no weights (the model may be on the meta device).
 
-    model, cluster: as in `compile`.  sample: one batch, required.  Times of the result are nanoseconds, sizes bytes.
-    Raises UsageError, CaptureError, RefusedError, PlanError, InfeasibleError.
+    model, cluster: as in `compile`.  sample: one batch, required.  Times of the result are in nanoseconds, sizes in
+    bytes.  Raises UsageError, CaptureError, RefusedError, PlanError, InfeasibleError.
     """
     return planned(model, cluster, sample, read_options(**options))[0]
 
@@ -107,7 +108,7 @@ def simulate(
 
     plan: a Plan or the path of a plan file.  model, cluster, sample, loss_fn, optimizer, master_weights: as for the
     plan; the model may be on the meta device.  costs: as in `plan`; None: the source that the plan names.  The timeline
-    shows the first of several replicas, and of an asynchronous schedule a single step.  `save_trace` writes it for a
+    shows the first replica of each stage, and a single step of an asynchronous schedule.  `save_trace` writes it for a
     viewer.  Raises UsageError, CaptureError, and PlanError for a plan of another model, shape, torch release or number
     of ranks.
     """
@@ -115,6 +116,7 @@ def simulate(
     return simulated(model, cluster, sample, options)[2]
 
 
+@short_errors
 def launch(
     fn: Callable[..., Any],
     cluster: ClusterLike = None,
@@ -122,30 +124,40 @@ def launch(
     timeout: float | None = None,
     restarts: int = 0,
     grace: float = 30.0,
+    elastic: tuple[int, int] | None = None,
+    rejoin: float | None = 60.0,
 ) -> list[Any]:
     """Run fn(*args) on every rank of a cluster in local processes and return the results by rank.
 
     Under torchrun, srun or mpirun this process is one of the ranks, and fn is simply called.  timeout: seconds for
     everything but planning, None: no limit.
 
-    restarts: how often all ranks are started again, as new processes, after one has failed; fn loads the last
-    checkpoint (`Pipe.load`) and goes on.  The variable TORCHELASTIC_RESTART_COUNT tells fn how often it was.  The pause
-    before a restart doubles while ranks fail soon; an error that is raised twice with the same message and place ends
-    the run.  torchrun restarts by itself (--max-restarts), and restarts= has no effect there.
+    restarts: how often all ranks are restarted, as new processes, after one of them has failed; fn loads the last
+    checkpoint (`Pipe.load`) and continues.  The variable TORCHELASTIC_RESTART_COUNT holds the number of restarts so
+    far.  The pause before a restart doubles while ranks fail early; an error that is raised twice with the same message
+    and place ends the run.  torchrun restarts by itself (--max-restarts), and restarts= has no effect there.
 
-    grace: seconds that the ranks have to end after SIGTERM to this process, which is passed on to them as SIGUSR1 is
-    (`Pipe.stop_requested`); then they are killed, as by a second SIGTERM.  Nothing is started again after a signal.
+    grace: seconds between SIGTERM to this process and the end of ranks that still run.  SIGTERM and SIGUSR1 are passed
+    on to the ranks (`Pipe.stop_requested`); a second SIGTERM kills them at once.  Nothing is restarted after a signal.
 
-    Raises WorkerError with the first cause if a process dies, is stopped or
-    runs out of time, and the error that fn raised on a rank.
+    elastic: (least, most) numbers of ranks between which the run continues when processes die.  The remaining ranks
+    start again at once, without counting as a restart, and `compile` with the cluster of this launch, or with None,
+    plans for their devices.  rejoin: seconds after which a lost device is used again, None for never: all ranks then
+    see `Pipe.stop_requested`, save and return, and start again together.  See docs/elastic.md.
+
+    Raises WorkerError with the first cause if a process dies, is stopped or runs out of time, and the error that fn
+    raised on a rank.
     """
     if timeout is not None:
         read_value("timeout", timeout)
-    if not isinstance(grace, int | float) or isinstance(grace, bool) or not 0 <= grace < math.inf:
-        raise UsageError(f"grace is {grace!r}", where="launch", fix="pass the seconds that ranks have after SIGTERM")
+    _require_seconds("grace", grace, "pass the seconds that ranks have after SIGTERM")
+    if rejoin is not None:
+        _require_seconds("rejoin", rejoin, "pass the seconds after which a lost device is used again, or None")
     if not isinstance(restarts, int) or isinstance(restarts, bool) or restarts < 0:
         raise UsageError(f"restarts is {restarts!r}", where="launch", fix="pass a number of restarts of at least 0")
-    machines = _cluster(cluster)
+    machines = parse_cluster(cluster, cuda_devices=torch.cuda.device_count())
+    if elastic is not None:
+        elastic = _checked_elastic(elastic, machines.world)
     if not callable(fn):
         raise UsageError(
             f"launch was given a {type(fn).__name__} ({fn!r}), not a function",
@@ -154,7 +166,25 @@ def launch(
             f"{machines.levels[0].size} train.py",
         )
     return _launch(
-        fn, machines.world, *args, timeout=timeout, local=machines.levels[0].size, restarts=restarts, grace=grace
+        fn, machines.world, *args, timeout=timeout, local=machines.levels[0].size, restarts=restarts, grace=grace,
+        elastic=elastic, rejoin=math.inf if rejoin is None else rejoin,
+    )  # fmt: skip
+
+
+def _require_seconds(name: str, value: object, fix: str) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+        raise UsageError(f"{name} is {value!r}", where="launch", fix=fix)
+
+
+def _checked_elastic(elastic: object, world: int) -> tuple[int, int]:
+    match elastic:
+        case (int(least), int(most)) if 1 <= least <= most <= world:
+            return least, most
+    raise UsageError(
+        f"elastic is {elastic!r}",
+        where="launch",
+        why=f"the cluster has {world} devices",
+        fix="pass (least, most), the numbers of ranks between which the run goes on",
     )
 
 
@@ -203,4 +233,6 @@ def _given(sample: Any, what: str) -> Any:
 
 
 def _cluster(cluster: ClusterLike) -> Cluster:
-    return parse_cluster(cluster, cuda_devices=torch.cuda.device_count())
+    """Return the cluster; in a rank of an elastic launch, of the cluster of that launch the devices that have ranks."""
+    whole, living = parse_cluster(cluster, cuda_devices=torch.cuda.device_count()), living_devices()
+    return whole.part(living.devices) if living is not None and whole.world == living.of else whole

@@ -21,6 +21,27 @@ PORT = 29500
 
 RESTART_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
 """How often the ranks were restarted: set by torchrun, and by our own launcher."""
+DEVICES_VARIABLE = "AUTOPART_DEVICES"
+"""Under an elastic launch, the devices of its cluster that have ranks now, as `Living.text` writes them."""
+
+
+class Living(NamedTuple):
+    """The devices of a cluster of `of` devices on which ranks run, in the order of their ranks."""
+
+    devices: tuple[int, ...]
+    of: int
+
+    def text(self) -> str:
+        """Return it as text, such as "0,1,3/4"."""
+        return f"{','.join(map(str, self.devices))}/{self.of}"
+
+
+def living_devices(env: Mapping[str, str] = os.environ) -> Living | None:
+    """Return which devices of the cluster have ranks now; None if the launch is not elastic."""
+    found = re.fullmatch(r"(\d{1,9}(?:,\d{1,9})*)/(\d{1,9})", env.get(DEVICES_VARIABLE, ""))
+    if not found:
+        return None
+    return Living(tuple(int(number) for number in found[1].split(",")), int(found[2]))
 
 
 def torchrun_line(world: int, local: int | None = None) -> str:

@@ -10,7 +10,11 @@ simulated step, and the most memory of activations that the plan expects.
 Limits: torch has ZB-H1 only for several stages on a rank (`ScheduleInterleavedZeroBubble`), which is compared with our
 zb-h1 of one stage on each, and with our searched order of two.
 
+On CPUs that are not Intel's our large products take oneDNN, torch's MKL (`runtime/stages/products.py`).
+`--same-kernels` turns that off: what is left is the gain of the schedules and of the runtime.
+
     python benchmarks/schedules.py            about 4 minutes on 2 cores; writes results/schedules.json
+    python benchmarks/schedules.py --same-kernels        writes results/schedules_same_kernels.json
 """
 
 from __future__ import annotations
@@ -119,9 +123,11 @@ def torch_steps(
     return step, [p for part in parts.values() for p in part.parameters()]
 
 
-def measure(rounds: int, warmup: int) -> dict[str, Any]:
+def measure(rounds: int, warmup: int, same_kernels: bool) -> dict[str, Any]:
     """Run every variant once per round on one rank; return seconds by variant, and what the plans of ours expect."""
     torch.set_num_threads(1)
+    if same_kernels:
+        torch.backends.mkldnn.enabled = False
     ids = torch.randint(0, VOCAB, (BATCH, SEQ), generator=torch.Generator().manual_seed(1))
     common: dict[str, Any] = {"sample": (ids, ids), "loss_fn": next_token_loss, "micro_batches": MICROS}
     steps: dict[str, Callable[[], Any]] = {}
@@ -143,7 +149,7 @@ def expected(plan: autopart.Plan) -> dict[str, Any]:
     return {"simulated step": plan.outlook.step_ns * 1e-9, "activation bytes": held, "bubble": plan.outlook.bubble}
 
 
-def report(seconds: Mapping[str, list[float]], plans: Mapping[str, Mapping[str, Any]]) -> None:
+def report(seconds: Mapping[str, list[float]], plans: Mapping[str, Mapping[str, Any]], *, out: str) -> None:
     for name, values in seconds.items():
         print(f"  {name:32s} {spread(values)}")
     ratios = {
@@ -162,17 +168,19 @@ def report(seconds: Mapping[str, list[float]], plans: Mapping[str, Mapping[str, 
     for name, share in off.items():
         print(f"  {name:12s} simulated {plans[name]['simulated step']:.4f} s, {share:+.1%} of the measured step")
     content = {"seconds": {k: spread(v) for k, v in seconds.items()}, "ratios": ratios, "plans": plans}
-    print("written to", write("schedules", {**content, "simulated / measured - 1": off}).name)
+    print("written to", write(out, {**content, "simulated / measured - 1": off}).name)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--same-kernels", action="store_true", help="multiply with torch's default on both sides")
     given = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    results = autopart.launch(measure, "cpu:2", given.rounds, given.warmup)
-    report(results[0]["seconds"], results[0]["expected"])
+    results = autopart.launch(measure, "cpu:2", given.rounds, given.warmup, given.same_kernels)
+    out = "schedules_same_kernels" if given.same_kernels else "schedules"
+    report(results[0]["seconds"], results[0]["expected"], out=out)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,10 @@ and sends nothing more.  JOINING: as BUSY; it opens the group, to which ranks th
 
 class SharedStatus(ctypes.Structure):
     """The status of one rank: its stage (label) and activity (note) in UTF-8, the rank that it waits for (1 + rank,
-    NOBODY or EVERYONE), its phase, and a number that changes with every action."""
+    NOBODY or EVERYONE), its phase, and a number that changes with every action.
+
+    asked: set by the launcher, to ask the ranks to stop so that others can join; heeded: set by the rank when its
+    script has learned that."""
 
     _fields_ = (
         ("label", ctypes.c_char * LABEL_BYTES),
@@ -31,12 +34,16 @@ class SharedStatus(ctypes.Structure):
         ("waits", ctypes.c_int32),
         ("phase", ctypes.c_int32),
         ("changes", ctypes.c_uint32),
+        ("asked", ctypes.c_int32),
+        ("heeded", ctypes.c_int32),
     )
     label: bytes
     note: bytes
     waits: int
     phase: int
     changes: int
+    asked: int
+    heeded: int
 
 
 _status = SharedStatus()

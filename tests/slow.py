@@ -26,6 +26,7 @@ PARTS = {
         "e2e/test_master_weights.py",
         "e2e/test_batch_statistics.py",
         "e2e/test_data.py",
+        "e2e/test_models_from_meta.py",
         "e2e/test_sampler.py",
         "session",
     ],
@@ -39,8 +40,14 @@ PARTS = {
         "e2e/test_soak.py",
         "runtime",
     ],
-    "restarts": ["e2e/test_restarted_runs.py", "e2e/test_stops.py"],
+    "restarts": [
+        "e2e/test_restarted_runs.py",
+        "e2e/test_stops.py",
+        "e2e/test_long_runs.py",
+        "e2e/test_elastic.py",
+    ],
     "compiled": ["e2e/test_compiled_stages.py"],
+    "freezing": ["e2e/test_freezing.py", "e2e/test_frozen_models.py", "passes/test_forward_only.py"],
     "constants": ["capture/test_silent_constants.py"],
     "scripts": ["e2e/test_random_scripts.py"],
     "rest": [

@@ -21,7 +21,7 @@ CODE = [p for p in SOURCES if not p.is_relative_to(ROOT / "autopart/passes")]
 CODE = [p for p in CODE if not p.is_relative_to(ROOT / "autopart/runtime")]
 EVERYTHING = [*CODE, *sorted((ROOT / "tests").glob("**/*.py")), *sorted((ROOT / "benchmarks").glob("**/*.py"))]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-FILE_LINES, FUNCTION_LINES, EXPORTS = 400, 60, 33
+FILE_LINES, FUNCTION_LINES, EXPORTS = 400, 60, 35
 
 
 def _name(path: Path) -> str:
@@ -36,7 +36,7 @@ ENTRIES = 14
 def test_a_folder_has_few_entries_and_a_docstring(folder):
     hidden = {"__pycache__", "__init__.py", "py.typed"}
     shown = [entry.name for entry in folder.iterdir() if entry.name not in hidden]
-    assert len(shown) <= ENTRIES + 2 * (folder == ROOT / "autopart"), sorted(shown)
+    assert len(shown) <= ENTRIES + 3 * (folder == ROOT / "autopart"), sorted(shown)
     assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
 
 

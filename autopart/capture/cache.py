@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -37,6 +38,7 @@ class CaptureCache:
     autocast: the region that the model and its loss run in (`run_in`).  trained: the model, and a loss function that
     has parameters.  version: a digest of all changes that were seen, and the last ones in words; equal on ranks whose
     models changed alike.  kept: the captures.  made: captures since the start, also those that are forgotten.
+    seconds: that they took.
     """
 
     def __init__(self, model: nn.Module, loss_fn: LossFn | None = None) -> None:
@@ -45,8 +47,10 @@ class CaptureCache:
             check_model(loss_fn)
         self.trained = Trained(model, loss_fn)
         self.autocast: Autocast | None = None
+        self.values_come = False
         self.version = ""
         self.made = 0
+        self.seconds = 0.0
         self._loss_fn = loss_fn
         self._observed = Observed()
         self._flags: dict[nn.Module, bool] = {}
@@ -55,8 +59,8 @@ class CaptureCache:
         self.kept: Recent[tuple[object, ...], Captured] = Recent(_KEEP, self._bytes_of)
         self._asked: dict[tuple[object, ...], list[tuple[_Answers, Callable[[Sequence[torch.Tensor]], bool]]]] = {}
 
-    def run_in(self, precision: Precision, device_type: str) -> None:
-        """Capture from now on for a precision on devices of a type.
+    def run_in(self, precision: Precision, device_type: str, *, values_come: bool = False) -> None:
+        """Capture from now on for a precision on devices of a type.  values_come: as for `capture`.
 
         Raises UsageError if there are captures for another one: the running pipeline holds tensors in that.
         """
@@ -66,7 +70,7 @@ class CaptureCache:
                 f"the plan is for {precision}, and the pipeline runs in another precision",
                 fix="close the pipe, and compile with this plan",
             )
-        self.autocast = autocast
+        self.autocast, self.values_come = autocast, values_come
 
     def __call__(self, batch: Batch, size: Size, mode: str = "step") -> Captured:
         """Return the capture for micro-batches of `size` of batches like this one; modes as in `capture`."""
@@ -74,10 +78,13 @@ class CaptureCache:
         key = (mode, size, batch.signature())
         captured = self.kept.get(key)
         if captured is None:
+            began, known = time.perf_counter(), self.seconds
             captured = capture(
                 self.model, batch, size=size, loss_fn=self._loss_fn, mode=mode,
                 whole=lambda: self(batch, Size(batch.rows or 1), mode), autocast=self.autocast,
+                values_come=self.values_come,
             )  # fmt: skip
+            self.seconds = known + time.perf_counter() - began  # with the captures that this one asked for
             self._tensors = self._tensors or tensors_of(self.trained)
             if captured.questions is not None:
                 answers = captured.questions.answers

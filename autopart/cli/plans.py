@@ -16,6 +16,7 @@ from autopart.files.plans import diff_plans, load_plan, plan_to_json, save_plan
 from autopart.files.schedule_csv import save_schedule_csv
 from autopart.files.traces import load_trace
 from autopart.ir.errors import UsageError
+from autopart.ir.explain import terminal_width
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan
 from autopart.ir.timeline import Timeline
@@ -24,7 +25,7 @@ from autopart.passes.program.schedules import find
 from autopart.planning.schedule_files import schedule_text
 from autopart.report.page.page import write_page
 from autopart.report.plan_facts import plan_facts
-from autopart.report.plan_table import stage_table, terminal_width
+from autopart.report.plan_table import stage_table
 from autopart.report.text_timeline import timeline_text
 from autopart.report.traces import save_trace
 

@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import groupby
 
 from autopart.ir.errors import ClusterError
 from autopart.ir.printable import shortened
@@ -136,6 +138,33 @@ class Cluster:
         """Return a copy in which each device has size_bytes less memory."""
         less = {d: replace(d, memory_bytes=max(1, d.memory_bytes - size_bytes)) for d in dict.fromkeys(self.devices)}
         return replace(self, devices=tuple(less[device] for device in self.devices))
+
+    def with_speeds(self, speeds: Sequence[float]) -> Cluster:
+        """Return a copy in which each device computes, and reads its memory, so many times as fast."""
+
+        def changed(device: Device, speed: float) -> Device:
+            rates = tuple((dtype, max(1, int(rate * speed))) for dtype, rate in device.rates)
+            flops, memory = (max(1, int(rate * speed)) for rate in (device.flops_per_s, device.mem_bytes_per_s))
+            return replace(device, flops_per_s=flops, mem_bytes_per_s=memory, rates=rates)
+
+        devices = zip(self.devices, speeds, strict=True)
+        return replace(self, devices=tuple(d if speed == 1.0 else changed(d, speed) for d, speed in devices))
+
+    def part(self, devices: Sequence[int]) -> Cluster:
+        """Return the cluster of some of these devices; their order gives the new ranks.
+
+        A level stays where its groups lost equally many devices, the last one perhaps more.  Else it is dropped with
+        those inside it, and messages there count as messages over the slower links around it."""
+        levels: list[Level] = []
+        for level in self.levels:
+            groups = [len(list(same)) for _, same in groupby(device // level.size for device in devices)]
+            inner = levels[-1].size if levels else 1
+            size = -(-groups[0] // inner) * inner
+            if all(count == size for count in groups[:-1]) and groups[-1] <= size:
+                levels.append(Level(size, level.link))
+            else:
+                levels.clear()
+        return replace(self, devices=tuple(self.devices[device] for device in devices), levels=tuple(levels))
 
     @property
     def world(self) -> int:

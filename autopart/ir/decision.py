@@ -27,7 +27,8 @@ class Stage:
     replicas: each gets a share of the rows of every micro-batch, in the order of `ranks`, equal or proportional to its
     number in `shares`.  Under the policy "turn" they get whole micro-batches instead, round robin (PipeDream, SOSP
     2019, section 3.2).  recompute: groups of ops of which only the inputs are kept; a group is computed again before
-    its backward.  modules: the layers of its ops, for people: nothing depends on them.
+    its backward.  forward_only: whether it has no backward, since nothing on it learns, nor anything that it depends on
+    (`Graph.learning_ops`).  modules: the layers of its ops, for people: nothing depends on them.
     """
 
     ops: tuple[str, ...]
@@ -35,6 +36,7 @@ class Stage:
     recompute: tuple[tuple[str, ...], ...] = ()
     shares: tuple[int, ...] = ()
     policy: Policy = "split"
+    forward_only: bool = False
     modules: tuple[str, ...] = field(default=(), compare=False)
 
     @property
@@ -105,6 +107,7 @@ def check_decision(decision: Decision, graph: Graph | None = None) -> Decision:
        random numbers or updates a buffer is in exactly one.
     3. No value flows from a stage to an earlier one.
     4. All uses of a buffer that is updated are in the stage that updates it, since each stage has its own copy.
+    5. No op of a stage that is forward only has a backward.
     Raises PlanError.  O(reads).
     """
     refuse(decision_problems(decision))
@@ -116,6 +119,7 @@ def check_decision(decision: Decision, graph: Graph | None = None) -> Decision:
         if op.name not in where:
             raise PlanError(f"op {op.name} of the graph is in no stage", fix=AGAIN)
     _check_updates(graph, have)
+    _check_forward_only(decision, graph)
     writer = graph.writer()
     for op in graph.ops:
         for s in [s for s, ops in enumerate(have) if op.name in ops]:
@@ -249,6 +253,21 @@ def stage_of_ops(decision: Decision, graph: Graph) -> dict[str, int]:
                 )
             first.setdefault(name, s)
     return first
+
+
+def _check_forward_only(decision: Decision, graph: Graph) -> None:
+    marked = [s for s, stage in enumerate(decision.stages) if stage.forward_only]
+    learning = graph.learning_ops() if marked else frozenset()
+    for s in marked:
+        first = next((name for name in decision.stages[s].ops if name in learning), None)
+        if first is not None:
+            op = graph.op_map()[first]
+            raise PlanError(
+                f"stage {s} is marked as forward only, and op {first} has a backward",
+                where=f"{op.module} {op.where}".strip(),
+                why="it uses a trainable parameter, or reads a value with a gradient",
+                fix="set forward_only to false there",
+            )
 
 
 def _check_updates(graph: Graph, have: list[set[str]]) -> None:

@@ -7,7 +7,12 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
+import sys
+import traceback
 from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
 from typing import Any, TypeVar
 
 from autopart.ir.printable import printable
@@ -20,7 +25,10 @@ class AutopartError(Exception):
 
     what: one line without a full stop.  where: module path and file:line of the user's code.  why: the reason.  fix:
     what to do, ready to be typed.  Characters that a terminal would interpret are escaped (`ir.printable`).
+    everywhere: whether all ranks raise it, so that one of them may print it for all.
     """
+
+    everywhere: bool = False
 
     def __init__(self, what: str, *, where: str = "", why: str = "", fix: str = "") -> None:
         self.what, self.where, self.why, self.fix = (printable(text, keep="\n\t") for text in (what, where, why, fix))
@@ -105,7 +113,8 @@ class WorkerError(RunError):
 def short_errors(function: F) -> F:
     """Wrap a public function so that errors raised on purpose do not show internal frames.
 
-    The whole traceback goes to the logger "autopart" at level DEBUG.
+    The whole traceback goes to the logger "autopart" at level DEBUG.  An error that ends the script is printed once
+    (`printed`).
     """
 
     @functools.wraps(function)
@@ -116,6 +125,43 @@ def short_errors(function: F) -> F:
             raise
         except AutopartError as error:
             logging.getLogger("autopart").debug("raised to the caller", exc_info=True)
+            _print_like_this()
             raise error.with_traceback(None) from error.__cause__
 
     return call  # type: ignore[return-value]
+
+
+HOME = str(Path(__file__).parents[1]) + os.sep
+"""Where our own frames are."""
+
+
+def printed(error: AutopartError, trace: TracebackType | None) -> str:
+    """Return what this process prints of an error that ends the script: the user's lines and the message.
+
+    Of ranks that a launcher started, rank 0 prints what all of them raise.  Another rank prints an error that only it
+    may have, in one line, or as a whole if something of its own failed while it ran.
+    """
+    rank = os.environ.get("RANK", "0")
+    if rank != "0" and error.everywhere:
+        return ""
+    if rank != "0" and (not isinstance(error, RunError) or isinstance(error, WorkerError)):
+        return f"rank {rank}: {type(error).__name__}: {error.what}\n"
+    frames = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith(HOME)]
+    lines = ["Traceback (most recent call last):\n", *traceback.format_list(frames)] if frames else []
+    who = f"rank {rank}: " if "RANK" in os.environ else ""
+    return "".join([*lines, who, *traceback.format_exception_only(type(error), error)])
+
+
+def _print_like_this() -> None:
+    """Let errors raised on purpose be printed by `printed` if they end the script.  A hook of the user's stays."""
+    before = sys.excepthook
+    if before is not sys.__excepthook__ and not before.__module__.startswith("torch."):
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, AutopartError) and not isinstance(error, GraphError | ProgramError):
+            sys.stderr.write(printed(error, trace))
+        else:
+            before(kind, error, trace)
+
+    sys.excepthook = hook

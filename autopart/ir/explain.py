@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections import Counter
 from collections.abc import Container, Sequence
 from itertools import groupby
@@ -16,7 +18,7 @@ COST_DESCRIPTIONS = {
     "measured": "op costs were measured on the device",
     "compiled": "op costs were measured on the device in compiled code",
 }
-WORDS = ("stage", "ranks", "modules")
+WORDS = ("stage", "ranks", "modules", "learns")
 """Columns of words; the others are numbers."""
 DISPENSABLE = ("out", "in", "work", "GFLOP", "end ms", "params", "ops", "weights", "grad+opt", "act x live", "modules")
 """Columns that a table that is too wide leaves out, in this order."""
@@ -24,10 +26,15 @@ WIDTH = 100
 """Characters of a line if the width of the terminal is unknown."""
 
 
+def terminal_width() -> int:
+    """Return the characters of a line of the terminal; `WIDTH` where there is none."""
+    return shutil.get_terminal_size((WIDTH, 0)).columns if sys.stdout.isatty() else WIDTH
+
+
 def explain(decision: Decision, outlook: Outlook, costs: str) -> str:
     """Return decision and outlook as plain text; `Plan.explain` says what the columns mean."""
     rows = [stage_row(decision, outlook, s) for s in range(len(decision.stages))]
-    lines = fitting_lines(stage_grid(rows, total_row(decision, outlook)), WIDTH)
+    lines = fitting_lines(stage_grid(rows, total_row(decision, outlook)), terminal_width())
     return "\n".join([*lines, *footer(decision, outlook, costs)]) + "\n"
 
 
@@ -88,6 +95,8 @@ def stage_row(decision: Decision, outlook: Outlook, s: int) -> dict[str, str]:
     row = {"stage": str(s), "ranks": rank_spans(stage.ranks) + _divided(stage), "ops": str(len(stage.ops))}
     if any(other.recompute for other in decision.stages):
         row["recomputed"] = str(sum(map(len, stage.recompute)))
+    if any(other.forward_only for other in decision.stages):
+        row["learns"] = "no" if stage.forward_only else "yes"
     if outlook.estimates:
         row |= _numbers(outlook.estimates[s])
     return row
@@ -147,6 +156,8 @@ def total_row(decision: Decision, outlook: Outlook) -> dict[str, str]:
 def footer(decision: Decision, outlook: Outlook, costs: str) -> list[str]:
     """Return the lines below the table: the whole decision, its step and bound, alternatives, notes."""
     lines = [summary(decision)]
+    if any(stage.forward_only for stage in decision.stages):
+        lines.append("stages on which nothing learns are forward only: no backward, no gradients, no optimizer")
     if outlook.step_ns:
         lines.append(f"simulated, not measured: step {_ms(outlook.step_ns)} ms, bubble {outlook.bubble * 100:.1f} %")
     if outlook.optimality is not None:

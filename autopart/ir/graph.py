@@ -156,6 +156,17 @@ class Graph:
         """Return the name of the op that writes each value; inputs have none."""
         return {w: op.name for op in self.ops for w in op.writes}
 
+    def learning_ops(self) -> frozenset[str]:
+        """Return the ops that have a backward: those that use a trainable parameter, or read or write a value with a
+        gradient.  O(reads + uses)."""
+        trained = {p.name for p in self.params if p.trainable}
+        grads = {v.name for v in self.values if v.grad}
+        return frozenset(
+            op.name
+            for op in self.ops
+            if not (trained.isdisjoint(op.params) and grads.isdisjoint(op.reads) and grads.isdisjoint(op.writes))
+        )
+
     def shape_digest(self) -> str:
         """Return a fingerprint of all but costs and source lines: equal for the same model at the same shapes."""
         return _digest(

@@ -9,6 +9,7 @@ from math import lcm
 from autopart.ir.actions import (
     ACTIONS,
     ALL,
+    ALONE,
     COLLECTIVE,
     COMPUTE,
     FORWARD,
@@ -79,7 +80,8 @@ class Program:
     micro-batches; empty if all have equal shares of the rows.  owners: stages whose replicas share the optimizer state.
     statistics: stages whose replicas share batch statistics in every compute.  posting: for each rank its exchanges in
     the order in which it posts them; empty if the transport may post messages ahead (`passes.program.posting`).
-    rhythm: of asynchronous training; nothing then happens once a step.
+    rhythm: of asynchronous training; nothing then happens once a step.  forward_only: stages without a backward, whose
+    optimizer does nothing.  unsummed: stages whose replicas have nothing to sum: no gradients, no new buffers.
     """
 
     micros: int
@@ -94,6 +96,8 @@ class Program:
     statistics: tuple[int, ...] = ()
     posting: tuple[tuple[Exchange, ...], ...] = ()
     rhythm: Streaming | None = None
+    forward_only: tuple[int, ...] = ()
+    unsummed: tuple[int, ...] = ()
 
     @property
     def updates(self) -> tuple[int, ...]:
@@ -112,7 +116,11 @@ class Program:
         if meets == TIED:
             return linked_stages(self.tied)
         if meets == REPLICAS:
-            return tuple((stage,) for stage in stages if len(self.stage_ranks[stage]) > 1)
+            return tuple(
+                (stage,) for stage in stages if len(self.stage_ranks[stage]) > 1 and stage not in self.unsummed
+            )
+        if meets == ALONE:
+            return tuple((stage,) for stage in stages if stage not in self.forward_only)
         return tuple((stage,) for stage in (self.owners if meets == OWNERS else stages))
 
     def once_a_step(self, *, backward: bool = True) -> Iterator[Action]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import shutil
-import sys
 
-from autopart.ir.explain import WIDTH, fitting_lines, footer, stage_grid, stage_row, total_row
+from autopart.ir.explain import fitting_lines, footer, stage_grid, stage_row, terminal_width, total_row
 from autopart.ir.graph import Graph, module_range, stage_modules
 from autopart.ir.plan import Plan
 
@@ -15,7 +13,7 @@ def stage_table(plan: Plan, graph: Graph | None = None, *, width: int | None = N
     """Return the stages of a plan as plain text, like `plan.explain`.
 
     graph: the captured graph of the plan; adds parameter counts, and modules to a plan without.  width: characters of a
-    line, by default those of the terminal, else `WIDTH`; if lines would be wider, stages become columns.
+    line, by default `terminal_width`; if lines would be wider, stages become columns.
     """
     rows = [stage_row(plan.decision, plan.outlook, s) for s in range(len(plan.stages))]
     modules = modules_of(plan, graph)
@@ -28,11 +26,6 @@ def stage_table(plan: Plan, graph: Graph | None = None, *, width: int | None = N
         total |= {"ops": str(len(graph.ops)), "params": _count(parameter_count(graph, {op.name for op in graph.ops}))}
     lines = fitting_lines(stage_grid(rows, total), width or terminal_width())
     return "\n".join([*lines, *footer(plan.decision, plan.outlook, plan.provenance.costs)]) + "\n"
-
-
-def terminal_width() -> int:
-    """Return the characters of a line of the terminal; `WIDTH` where there is none."""
-    return shutil.get_terminal_size((WIDTH, 0)).columns if sys.stdout.isatty() else WIDTH
 
 
 def modules_of(plan: Plan, graph: Graph | None) -> tuple[tuple[str, ...], ...]:

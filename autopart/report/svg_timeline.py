@@ -7,7 +7,7 @@ picture can be read in grey.  It refers to nothing outside of itself, and says w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from xml.sax.saxutils import escape
@@ -108,14 +108,17 @@ def _row(rank: int, spans: tuple[Span, ...]) -> _Row:
     return _Row(rank, spans, tuple(sorted(stages)) or (0,), _held(spans))
 
 
-def _held(spans: Iterable[Span]) -> tuple[tuple[int, int], ...]:
+def _held(spans: Sequence[Span]) -> tuple[tuple[int, int], ...]:
     """Return the moments at which a rank begins or ceases to hold a micro-batch of a stage, and how many it has then.
 
-    A forward begins to hold at its start, a backward (or that of weights) ceases at its end.
+    A forward begins to hold at its start, a backward (or that of weights) ceases at its end.  Stages without a backward
+    hold nothing.
     """
     changes = []
+    returning = {span.action.stage for span in spans if IN_FLIGHT.get(span.action.kind, 0) < 0}
     for span in spans:
-        if change := IN_FLIGHT.get(span.action.kind, 0):
+        change = IN_FLIGHT.get(span.action.kind, 0)
+        if change and span.action.stage in returning:
             changes.append((span.start_ns if change > 0 else span.end_ns, change))
     changes.sort()
     counts = accumulate(change for _, change in changes)

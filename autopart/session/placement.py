@@ -35,6 +35,11 @@ class Placement:
     owners: Mapping[str, int] = field(default_factory=dict)
     sharing: tuple[Sharing, ...] = ()
 
+    @property
+    def sharing_stages(self) -> tuple[int, ...]:
+        """The stages whose replicas share the optimizer state."""
+        return tuple(number for number, stage in enumerate(self.sharing) if stage.owners)
+
     def keeps(self, rank: int, name: str) -> bool:
         """Return whether a rank that holds this tensor keeps its gradient and optimizer state."""
         return name not in self.keepers or rank in self.keepers[name]

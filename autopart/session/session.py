@@ -54,7 +54,9 @@ class Session(SessionPlan):
             self.flush()
             executor, _, plan = self.planned_batch(mode, arguments, step, scale, sharded=sharded)
             with self.calls.running("a step failed"):
-                return executor.loss(plan, self.spans if mode == "step" else None, unscaled=unscaled)
+                found = executor.loss(plan, self.spans if mode == "step" else None, unscaled=unscaled)
+                self.computed_ns = executor.computed_ns
+                return found
 
     def predict(self, arguments: Arguments) -> Any:
         """Return what the model returns in eval mode, on every rank, on the CPU.  Collective."""
@@ -111,7 +113,7 @@ class Session(SessionPlan):
             if executor.begin(batch, counts):
                 agree = partial(self._agree, settle, kind, batch, needed[0])
                 plan = replace(executor.plan(batch, key, scale), agree=agree)
-                self.last_shares = plan.rows, executor.shares
+                self.last_shares, self.last_executor = (plan.rows, executor.shares), executor
                 return executor, batch, plan
         known_signature, rows, missing, all_counts = settle()
         kind = mode, digest_of(version), known_signature
@@ -132,7 +134,7 @@ class Session(SessionPlan):
         executor.stand_in = stand_in
         executor.agree(batch, all_counts, shards)
         plan = executor.plan(batch, key, scale, shards)
-        self.last_shares = plan.rows, executor.shares
+        self.last_shares, self.last_executor = (plan.rows, executor.shares), executor
         return executor, batch, plan
 
     def _agree(self, settle: Callable[[], Given], kind: Kind, batch: Batch, first: int) -> None:

@@ -7,14 +7,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Self
+
+import torch
 
 from autopart.capture import CaptureCache, Captured
 from autopart.capture.batch.batch import Batch
 from autopart.capture.derive.reduction import BatchRule
 from autopart.capture.guards import check_autocast, tied_names
-from autopart.capture.trained import refuse_meta
 from autopart.ir.cluster import Cluster
+from autopart.ir.explain import summary
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program
@@ -26,7 +29,15 @@ from autopart.planning.make import Planned, make_plan, read_plan
 from autopart.runtime.activity import patient, set_activity, set_rank_label
 from autopart.runtime.group.world import World
 from autopart.runtime.sums.shared_values import SharedValues
-from autopart.runtime.tensors import LocalTensors, broadcast_weights_if_different
+from autopart.runtime.tensors import (
+    LocalTensors,
+    Values,
+    broadcast_weights_if_different,
+    like,
+    require_equal_values,
+    without_values,
+)
+from autopart.runtime.watch.progress import tell
 from autopart.session.executors.executor import Executor, RankContext
 from autopart.session.executors.kinds import KnownKinds
 from autopart.session.placement import placement_of, relocate
@@ -40,6 +51,7 @@ from autopart.session.step.data import (
 )  # fmt: skip
 from autopart.session.step.loss_shares import Shares
 from autopart.session.step.padded import PaddingReader
+from autopart.session.weights.source import Weights, weights_for
 
 Preparing = Callable[[], Callable[[RankContext], None]]
 """Checks what follows a plan, and returns what moves it to where the context of another plan needs it.  Collective."""
@@ -56,7 +68,8 @@ class SessionPlan:
     tied: first name of each tied tensor, by its other names.
     preparing_s, moving_s: seconds that capturing and making the stages, and moving tensors, took at the last change.
     spans: gets what this rank does in training steps, if it is a list.
-    last_shares: rows of each micro-batch of the last batch, and their shares in its loss.
+    computed_ns: what each rank computed for in the last step, 0 where it was not measured.
+    last_shares: rows of each micro-batch of the last batch, and their shares in its loss.  last_executor: that ran it.
     flush: lets what asynchronous training has in flight come back, before any other call.
     """
 
@@ -76,8 +89,11 @@ class SessionPlan:
         self._kinds = KnownKinds()
         self.spans: list[Span] | None = None
         self.tied: Mapping[str, str] = {}
+        self.computed_ns: tuple[float, ...] = ()
         self.last_shares: tuple[tuple[int, ...], Shares] = ((), {})
+        self.last_executor: Executor | None = None
         self.flush: Callable[[], None] = lambda: None
+        self._later_values: Values = without_values
         local, timeout_s = cluster.levels[0].size, options.timeout
         self.world = World(cluster.kind, cluster.world, local=local, timeout_s=timeout_s, transport=options.transport)
         self.calls = Calls(self.world)
@@ -95,14 +111,24 @@ class SessionPlan:
                     # Kept: another plan captures the model at other sizes.
                     self.batch = first_batch(self._read(arguments), sharded=sharded)
                     read_plan(self.options)
-                    refuse_meta(self.captures.trained)
                     self._reader.prove(here=self.world.rank == 0)
                     self.tied = tied_names(self.captures.trained)
+                    weights = weights_for(self.captures.trained, self.options.weights, self.options.seed)
+                began = time.perf_counter()
                 planned = self._plan_together(self.options)
+                planning_s = time.perf_counter() - began - self.captures.seconds
                 set_activity("comparing weights")
                 broadcast_weights_if_different(self.world, planned.captured.tensors)
-                context = self._context_of(planned)
-                self._install(planned, context, self._executor_of(planned, context))
+                device = self.world.device
+                values = without_values if weights is None else partial(weights.values, device=device)
+                context = self._context_of(planned, values=values)
+                executor = self._executor_of(planned, context)
+                if weights is not None:
+                    self._complete(weights, context)
+                    self._later_values = partial(weights.unsaved, device=device)
+                self._install(planned, context, executor)
+                took = f"captured in {self.captures.seconds:.1f} s, planned in {max(0.0, planning_s):.1f} s"
+                tell(f"{took}: {summary(self.plan.decision)}{_predicted(self.plan)}")
         except BaseException:
             self.close()
             raise
@@ -116,7 +142,7 @@ class SessionPlan:
         with self.call("adopt"):
             move = prepare()
             planned = self._plan_together(replace(self.options, plan=plan))
-            context = self._context_of(planned, self.tensors)
+            context = self._context_of(planned, self.tensors, self._empty)
             executor = self._executor_of(planned, context)
             began = time.perf_counter()
             with self.calls.running("moving the weights to another plan"):
@@ -142,7 +168,8 @@ class SessionPlan:
         began = time.perf_counter()
         with together(self.world, "capturing the model"), patient("capturing the model"):
             if mine is None:
-                self.captures.run_in(plan.provenance.precision, self.cluster.kind)
+                comes = self.options.weights is not None
+                self.captures.run_in(plan.provenance.precision, self.cluster.kind, values_come=comes)
                 captured = self.captures(self.batch, Size(max(plan.micro_rows)))
                 mine = Planned(plan, captured, rule)
             self.batch = self.captures.judged(self.batch)
@@ -153,15 +180,33 @@ class SessionPlan:
         self.preparing_s = time.perf_counter() - began
         return mine
 
-    def _context_of(self, planned: Planned, earlier: LocalTensors | None = None) -> RankContext:
-        """Return what executors share under a plan.  earlier: tensors that this rank held before.  Collective."""
+    def _complete(self, weights: Weights, context: RankContext) -> None:
+        """Give the model values of what no stage uses, and compare what several ranks have.  Collective."""
+        placement, device = context.placement, self.world.device
+        with together(self.world, "making the weights"):
+            unused = {name: t for name, t in weights.wanted.items() if name not in placement.holders}
+            for name, value in weights.values(unused, device).items():
+                torch.utils.swap_tensors(unused[name], value)  # type: ignore[no-untyped-call]
+        shared = {name: t for name, t in context.tensors.held.items() if len(placement.holders.get(name, ())) > 1}
+        require_equal_values(self.world, {n: t for n, t in {**shared, **unused}.items() if n in weights.wanted})
+
+    def _empty(self, wanted: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Return memory for tensors that come from other ranks."""
+        return {name: like(tensor, self.world.device) for name, tensor in wanted.items()}
+
+    def _context_of(
+        self, planned: Planned, earlier: LocalTensors | None = None, values: Values = without_values
+    ) -> RankContext:
+        """Return what executors share under a plan.  earlier: tensors that this rank held before.  values: of
+        tensors on the meta device.  Collective."""
         placement = placement_of(planned.captured.graph, planned.plan.decision)
         rank, wanted = self.world.rank, self.options.master_weights
-        tensors = LocalTensors(self.world.device, earlier, lambda name: wanted and placement.keeps(rank, name))
-        values = SharedValues(self.world, placement.sharing, tensors.held)
+        mastered: Callable[[str], bool] = lambda name: wanted and placement.keeps(rank, name)  # noqa: E731
+        tensors = LocalTensors(self.world.device, earlier, mastered, values)
+        shared = SharedValues(self.world, placement.sharing, tensors.held)
         backend = "inductor" if runs_compiled(self.options, planned.plan) else "eager"
         options = replace(self.options, backend=backend)
-        return RankContext(self.world, self.captures, tensors, placement, values, options)
+        return RankContext(self.world, self.captures, tensors, placement, shared, options)
 
     def _executor_of(self, planned: Planned, context: RankContext) -> Executor:
         """Return the executor of the batches that a plan is for.  Collective."""
@@ -175,7 +220,7 @@ class SessionPlan:
         return executor
 
     def _install(self, planned: Planned, context: RankContext, executor: Executor) -> None:
-        context.tensors.forget_earlier()
+        context.tensors.settle(self._later_values)
         self.plan, self._captured = planned.plan, planned.captured
         self.context = context
         context.values.drop_foreign_gradients()
@@ -192,6 +237,16 @@ class SessionPlan:
     def graph(self) -> Graph:
         """The captured graph that was planned."""
         return self._captured.graph
+
+    @property
+    def last_captured(self) -> Captured:
+        """The capture of the last batch, at the size of its largest micro-batch; before the first one, the planned."""
+        return self._captured if self.last_executor is None else self.last_executor.planned
+
+    @property
+    def ran_as_planned(self) -> bool:
+        """Whether the last batch was like the one that the plan is for, and as large."""
+        return self.last_executor is self._training and self.last_shares[0] == self.plan.micro_rows
 
     @property
     def needing(self) -> tuple[int, ...]:
@@ -272,3 +327,8 @@ class SessionPlan:
         """Leave the process group.  The model keeps the weights that this rank holds."""
         self._kinds.clear()
         self.world.close()
+
+
+def _predicted(plan: Plan) -> str:
+    """Return what a plan says of its step, as the end of a line."""
+    return f"; predicted step {plan.step_ns / 1e6:.1f} ms" if plan.step_ns else ""

@@ -67,8 +67,9 @@ def free_ops(graph: Graph) -> frozenset[str]:
     """Names of the ops that may run in several stages instead of sending what they write.
 
     A candidate changes nothing when it runs twice (`_repeatable`), reads only graph inputs and values of candidates,
-    and is cheap together with all it needs.  It is free if it depends on no input, or its values are not smaller than
-    the inputs it depends on, or a free op reads it (a small link in the chain to a large mask).
+    is cheap together with all it needs, and does not depend on inputs by way of a parameter: layers that are frozen
+    for a while are no constants, and stay in one stage.  It is free if it depends on no input, or its values are not
+    smaller than the inputs it depends on, or a free op reads it (a small link in the chain to a large mask).
     O(reads + candidates * clones of an op).
     """
     index = {name: k for k, name in enumerate(graph.inputs)}
@@ -77,18 +78,21 @@ def free_ops(graph: Graph) -> frozenset[str]:
     maker = {w: i for i, op in enumerate(graph.ops) for w in op.writes}
     repeatable = _repeatable(graph)
     most_ns = max(CHEAP_NS, sum(op.cost.total_ns for op in graph.ops) // HEAVY_SHARE)
+    layers = {p.name for p in graph.params if p.kind == "param"}
+    weighted = 0  # bit i: op i uses a parameter
     reach: dict[int, tuple[int, int]] = {}  # candidate: bits of the ops it needs and itself, bits of inputs it needs
     for i, op in enumerate(graph.ops):
         if op.name not in repeatable or any(r in maker and maker[r] not in reach for r in op.reads):
             continue
         ops, leaves = 1 << i, 0
+        weighted |= 0 if layers.isdisjoint(op.params) else 1 << i
         for read in op.reads:
             if read in maker:
                 ops |= reach[maker[read]][0]
                 leaves |= reach[maker[read]][1]
             else:
                 leaves |= 1 << index[read]
-        if ops.bit_count() > MOST_CLONES:
+        if ops.bit_count() > MOST_CLONES or (leaves and ops & weighted):
             continue
         if sum(graph.ops[j].cost.total_ns for j in _bits(ops)) <= most_ns:
             reach[i] = ops, leaves

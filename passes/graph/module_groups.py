@@ -29,6 +29,20 @@ def module_groups(graph: Graph, patterns: Sequence[str]) -> Groups:
     Patterns are those of `fnmatch`, in which a star stands for dots too: "model.layers.*" is every layer as a whole.
     Raises UsageError for a pattern that fits no module with ops.  O(paths * patterns + ops).
     """
+    home = outermost_fitting(graph, patterns, "recompute=", 'use "auto", "off" or "all"')
+    groups: dict[str, list[str]] = {}
+    for op in graph.ops:
+        if op.module in home:
+            groups.setdefault(home[op.module], []).append(op.name)
+    return tuple(map(tuple, groups.values()))
+
+
+def outermost_fitting(graph: Graph, patterns: Sequence[str], option: str, otherwise: str = "") -> dict[str, str]:
+    """Return by module with ops the outermost module around it, or itself, that fits a pattern.
+
+    option, otherwise: for errors, where the patterns come from and what else could be given there.  Raises UsageError
+    as `module_groups`.
+    """
     parents = module_paths(graph)
     paths = {path for chain in parents.values() for path in chain}
     chosen: set[str] = set()
@@ -37,15 +51,12 @@ def module_groups(graph: Graph, patterns: Sequence[str]) -> Groups:
         if not fitting:
             near = nearest_paths(graph, pattern)
             raise UsageError(
-                f"{pattern!r} of recompute= fits no module of the model",
+                f"{pattern!r} of {option} fits no module of the model",
                 why="no op runs in a module of such a path",
-                fix=(f"{near}, and a star stands for any part of one; or " if near else "")
-                + 'use "auto", "off" or "all"',
+                fix="; or ".join(
+                    filter(None, [f"{near}, and a star stands for any part of one" if near else "", otherwise])
+                ),
             )
         chosen |= fitting
-    groups: dict[str, list[str]] = {}
-    for op in graph.ops:
-        outermost = next((path for path in parents.get(op.module, ()) if path in chosen), None)
-        if outermost is not None:
-            groups.setdefault(outermost, []).append(op.name)
-    return tuple(map(tuple, groups.values()))
+    found = {module: [path for path in chain if path in chosen] for module, chain in parents.items()}
+    return {module: paths[0] for module, paths in found.items() if paths}

@@ -8,7 +8,7 @@ a named one that fits.  Effort is counted in computes, so the same request has t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -22,7 +22,7 @@ from autopart.passes.ordering.replay import Orders, fits, peak_bytes, replay
 from autopart.passes.program.named import BUILT_IN, SEARCHED
 from autopart.passes.program.orders import Shape, Turn, texts_of
 from autopart.passes.program.routing import Tied
-from autopart.passes.program.schedules import find, pattern_of, worker_orders
+from autopart.passes.program.schedules import find, pattern_of, without_backward, worker_orders
 from autopart.passes.simulation.simulate import Work, ordered_ns
 
 LIST_EFFORT, MOVE_EFFORT = 120_000, 200_000
@@ -74,7 +74,7 @@ def search_order(
 
     named = [(name, orders) for name, orders in _named(shape) if fits(pipeline, orders)]
     timed = [(simulated(orders), name, orders) for name, orders in named]
-    seeds = _shortest(pipeline, [*_listed(pipeline), *[orders for _, orders in named]])
+    seeds = _shortest(pipeline, [*_listed(pipeline, shape.forward_only), *[orders for _, orders in named]])
     if not seeds:
         raise _nothing_fits(pipeline)
     known = [orders for _, orders in named]
@@ -96,12 +96,13 @@ def _named(shape: Shape) -> Iterator[tuple[str, Orders]]:
                 continue
 
 
-def _listed(pipeline: Pipeline) -> Iterator[Orders]:
+def _listed(pipeline: Pipeline, forward_only: Collection[int]) -> Iterator[Orders]:
+    """Yield the orders of as many rules as the effort allows; a backward that takes no time delays nothing there."""
     count = max(2, LIST_EFFORT // max(1, pipeline.computes))
     for rule in RULES[:count]:
         orders = listed(pipeline, rule)
         if orders is not None:
-            yield orders
+            yield [list(without_backward(tuple(order), forward_only)) for order in orders]
 
 
 def _whole(pipeline: Pipeline, orders: Orders) -> Orders:

@@ -50,11 +50,21 @@ def chain_program(decision: Decision) -> Program:
     """
     shape, stages = Shape.of(decision), decision.stages
     ranks, divisions = tuple(stage.ranks for stage in stages), tuple(stage.division for stage in stages)
-    bare = Program(shape.micros, decision.world, ranks, (), slices=shape.slices, divisions=divisions)
+    bare = Program(
+        shape.micros,
+        decision.world,
+        ranks,
+        (),
+        slices=shape.slices,
+        divisions=divisions,
+        forward_only=shape.forward_only,
+    )
     return _chained(decision.schedule, list(worker_orders(find(decision.schedule), shape)), bare)
 
 
 def _chained(schedule: str, orders: Sequence[Sequence[Turn]], bare: Program) -> Program:
     stages = range(len(bare.stage_ranks) - 1)
-    linked = replace(bare, edges=tuple(Edge(stage, stage + 1, ("x",), ("x",)) for stage in stages))
+    linked = replace(
+        bare, edges=tuple(Edge(s, s + 1, ("x",), () if s in bare.forward_only else ("x",)) for s in stages)
+    )
     return replace(linked, order=tuple(linear_order(schedule, orders, linked)))

@@ -7,7 +7,7 @@ from heapq import heappop, heappush
 
 from autopart.ir.actions import ACTIONS, BACKWARD, COMPUTE, COMPUTES, FORWARD, SENDS, Action, Slot, hands_on
 from autopart.ir.errors import ProgramError
-from autopart.ir.program import Edge, Program
+from autopart.ir.program import MESSAGES_AHEAD, Edge, Program
 from autopart.passes.program.orders import Turn
 
 DURATION = {"F": 1, "B": 2, "I": 1, "W": 1}
@@ -43,7 +43,9 @@ def linear_order(schedule: str, orders: Sequence[Sequence[Turn]], program: Progr
     The workers run side by side in virtual time (`DURATION`; messages take none); of those that can start at the same
     time, the one with the lowest rank comes first (list scheduling).  Any order would be right that keeps the order of
     each worker and has every compute behind those that it needs; this one also keeps messages in the order in which
-    they are made.  schedule: its name, for errors.  program: without an order.  Raises ProgramError for workers that do
+    they are made.  A stage without a backward, which nothing holds up, keeps pace with its readers, at most
+    `MESSAGES_AHEAD` slots ahead where that is possible: its messages are posted, and need memory there, by this order.
+    schedule: its name, for errors.  program: without an order.  Raises ProgramError for workers that do
     not fit the ranks, and for orders that can never end.  O(computes * log workers).
     """
     _check_workers(schedule, orders, program)
@@ -96,7 +98,7 @@ class _Merge:
     """Workers that run their computes in virtual time.
 
     at: number of finished computes of each worker.  ended: when each compute ended.  waiting: by compute, the workers
-    that wait for it.
+    that wait for it.  paced: of workers that wait only to keep pace, the compute that they wait for.
     """
 
     def __init__(self, orders: Sequence[Sequence[Turn]], program: Program) -> None:
@@ -110,13 +112,16 @@ class _Merge:
         self._slices = slices
         self._needs = [_needs(program.edges, len(stage_ranks), piece) for piece in range(slices)]
         self._ready: list[tuple[int, int, int]] = []
+        self._paced: dict[int, Turn] = {}
+        to = receivers(program.edges)
+        self._readers = {stage: to.get((FORWARD, stage), []) for stage in program.forward_only}
 
     def run(self) -> list[Turn]:
         """Return the computes in order of their start; fewer than all if some can never start."""
         done: list[Turn] = []
         for worker in range(len(self._orders)):
             self._consider(worker)
-        while self._ready:
+        while self._ready or self._let_go():
             start, _, worker = heappop(self._ready)
             turn = self._orders[worker][self._at[worker]]
             end = start + DURATION[turn[0]]
@@ -130,8 +135,21 @@ class _Merge:
             self._consider(worker)
         return done
 
-    def _consider(self, worker: int) -> None:
-        """Queue the next compute of a worker, or add the worker to those that wait for a compute that it needs."""
+    def _let_go(self) -> bool:
+        """Queue the first of the workers that only keep pace, where all wait; return whether there is one."""
+        if not self._paced:
+            return False
+        worker = min(self._paced, key=self._first_rank.__getitem__)
+        self._waiting[self._paced.pop(worker)].remove(worker)
+        self._consider(worker, paced=False)
+        return True
+
+    def _consider(self, worker: int, *, paced: bool = True) -> None:
+        """Queue the next compute of a worker, or add the worker to those that wait for a compute that it needs.
+
+        paced: whether it waits to keep pace, too.
+        """
+        self._paced.pop(worker, None)
         if self._at[worker] == len(self._orders[worker]):
             return
         kind, stage, unit = self._orders[worker][self._at[worker]]
@@ -143,6 +161,13 @@ class _Merge:
                 self._waiting.setdefault(need, []).append(worker)
                 return
             start = max(start, end)
+        for reader in self._readers.get(stage, ()) if paced and unit >= MESSAGES_AHEAD else ():
+            need = COMPUTES[FORWARD], reader, unit - MESSAGES_AHEAD
+            if need not in self._ended:
+                self._waiting.setdefault(need, []).append(worker)
+                self._paced[worker] = need
+                return
+            start = max(start, self._ended[need])
         heappush(self._ready, (start, self._first_rank[worker], worker))
 
     def check_ended(self, schedule: str) -> None:

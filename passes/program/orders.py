@@ -32,7 +32,7 @@ class Shape:
     slices: of each micro-batch.  in_turn: for each stage, the number of replicas that take micro-batches in turn, 1 if
     none do; empty if no stage has any.  homes: for each stage the number of its worker, counted in the order of their
     first stages; empty if each stage has a worker of its own.  order: the computes of each worker as text, where the
-    plan fixes them; empty if the schedule has them.
+    plan fixes them; empty if the schedule has them.  forward_only: stages without a backward.
     """
 
     stages: int
@@ -41,13 +41,22 @@ class Shape:
     in_turn: tuple[int, ...] = ()
     homes: tuple[int, ...] = ()
     order: tuple[str, ...] = ()
+    forward_only: tuple[int, ...] = ()
 
     @staticmethod
     def of(decision: Decision) -> Shape:
         """Return the shape of a decision's order."""
         periods = tuple(stage.division.period for stage in decision.stages)
         homes = homes_of([stage.ranks for stage in decision.stages])
-        return Shape(len(periods), len(decision.micro_rows), decision.slices, periods, homes, decision.order)
+        return Shape(
+            len(periods),
+            len(decision.micro_rows),
+            decision.slices,
+            periods,
+            homes,
+            decision.order,
+            tuple([s for s, stage in enumerate(decision.stages) if stage.forward_only]),
+        )
 
     @property
     def alternates(self) -> bool:

@@ -14,6 +14,7 @@ from autopart.ir.errors import PlanError
 from autopart.ir.graph import Graph, Op
 from autopart.ir.plan import Decision, Stage
 from autopart.passes.graph.atoms import atoms
+from autopart.passes.program.learning import with_forward_only
 
 
 def project_plan(graph: Graph, trained: Graph, plan: Decision) -> tuple[Stage, ...]:
@@ -45,10 +46,11 @@ def _projected(graph: Graph, blocks: Graph, trained: Graph, plan: Decision) -> t
             stage_of[value] = stage
         parts[stage].extend(block.parts or (block.name,))
     place = {op.name: index for index, op in enumerate(graph.ops)}
-    return tuple(
+    stages = tuple(
         replace(stage, ops=tuple(sorted(set(names), key=place.__getitem__)), recompute=_kept_groups(stage, set(names)))
         for names, stage in zip(parts, plan.stages, strict=True)
     )
+    return with_forward_only(replace(plan, stages=stages), graph.learning_ops()).stages
 
 
 def _kept_groups(stage: Stage, names: set[str]) -> tuple[tuple[str, ...], ...]:

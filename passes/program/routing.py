@@ -14,6 +14,7 @@ from autopart.ir.errors import PlanError
 from autopart.ir.graph import Graph
 from autopart.ir.program import Edge, Program
 from autopart.ir.shares import division, same_windows
+from autopart.passes.program.learning import unsummed_stages
 from autopart.passes.program.linearize import linear_order
 from autopart.passes.program.orders import Shape
 from autopart.passes.program.schedules import find, worker_orders
@@ -22,8 +23,10 @@ Tied = tuple[tuple[str, tuple[int, ...]], ...]
 """(parameter, stages that use it) of parameters that several stages use."""
 
 
-def route(decision: Decision, graph: Graph, prologue: Collection[str] = ()) -> Program:
-    """Return the program of one step.  prologue: as for `edges`.
+def route(decision: Decision, graph: Graph, prologue: Collection[str] = (), sharing: Collection[int] = ()) -> Program:
+    """Return the program of one step.  prologue: as for `edges`.  sharing: stages whose replicas shared the optimizer
+    state when the plan was made: they gather new values also where all of it is frozen now, which one of them may have
+    changed before.
 
     Before: `plan.check_decision(decision, graph)` holds.  After: the computes of each worker stand in the order of the
     schedule, each as early as it can (`linear_order`); a message stands right behind the compute that makes it, those
@@ -41,7 +44,9 @@ def route(decision: Decision, graph: Graph, prologue: Collection[str] = ()) -> P
         tied(decision, graph),
         shape.slices,
         divisions if any(each != division(each.count) for each in divisions) else (),
-        owners=owner_stages(decision, graph),
+        owners=tuple(sorted({*owner_stages(decision, graph), *sharing})),
+        forward_only=shape.forward_only,
+        unsummed=unsummed_stages(decision, graph) if find(decision.schedule).synchronous else (),
     )
     orders = tuple(worker_orders(find(decision.schedule), shape))
     order = linear_order(decision.schedule, orders, bare)

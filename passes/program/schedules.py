@@ -8,12 +8,12 @@ order is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from math import lcm
 
-from autopart.ir.actions import ACTIONS, COMPUTE, COMPUTES, IN_FLIGHT, Action, hands_on, parse_action
+from autopart.ir.actions import ACTIONS, COMPUTE, COMPUTES, FORWARD, IN_FLIGHT, Action, hands_on, parse_action
 from autopart.ir.errors import ProgramError, UsageError
 from autopart.ir.printable import shortened
 from autopart.passes.program.named import BUILT_IN, FAMILY, SEARCHED, ahead_of
@@ -84,7 +84,8 @@ def most_held(schedule: Schedule, stage: int, shape: Shape) -> int | None:
 def worker_orders(schedule: Schedule, shape: Shape) -> Iterator[tuple[Turn, ...]]:
     """Yield the computes of each worker: a stage, or one of its replicas that take micro-batches in turn.
 
-    A user's schedule need not know such replicas: each runs its part of the stage's order.  Raises ProgramError for
+    A schedule need not know which stages have no backward: what it has there is left out.  A user's need not know such
+    replicas either: each runs its part of the stage's order.  Raises ProgramError for
     anything that is not a compute of this pipeline, and for slices if the schedule has no order over them.
     O(stages * micros * slices) for all workers.
     """
@@ -98,6 +99,19 @@ def worker_orders(schedule: Schedule, shape: Shape) -> Iterator[tuple[Turn, ...]
             f"schedule {schedule.name} has an order of its own, and the plan fixes another",
             fix=f"leave the order of the plan empty, or name its schedule {SEARCHED!r}",
         )
+    for turns in _whole_orders(schedule, shape):
+        yield without_backward(turns, shape.forward_only)
+
+
+def without_backward(turns: tuple[Turn, ...], stages: Collection[int]) -> tuple[Turn, ...]:
+    """Return the computes without backwards of these stages."""
+    if not stages:
+        return turns
+    return tuple([turn for turn in turns if turn[0] == COMPUTES[FORWARD] or turn[1] not in stages])
+
+
+def _whole_orders(schedule: Schedule, shape: Shape) -> Iterator[tuple[Turn, ...]]:
+    """Yield the computes of each worker as if every stage had a backward."""
     of = shape.replicas
     if schedule.turns is not None:
         yield from schedule.turns(shape)
@@ -139,8 +153,11 @@ def _turn(item: Action | str | Turn, worker: int, schedule: Schedule, shape: Sha
 def in_flight(schedule: Schedule, stage: int, shape: Shape) -> int:
     """Return the most micro-batches (or slices) whose activations a rank of a stage holds.
 
-    Built-in schedules hold as many as they may; of others it is counted.  O(stages * micros).
+    Built-in schedules hold as many as they may; of others it is counted; a stage without a backward holds the one that
+    it runs.  O(stages * micros).
     """
+    if stage in shape.forward_only:
+        return 1
     held = most_held(schedule, stage, shape) if schedule.turns is not None else None
     return held if held is not None else most_tokens(schedule, stage, shape, (1,) * shape.slices)
 
@@ -161,6 +178,8 @@ def _tokens_of_stages(schedule: Schedule, shape: Shape, lengths: tuple[int, ...]
         for kind, stage, unit in order:
             held[stage] += IN_FLIGHT[kind] * lengths[unit % len(lengths)]
             most[stage] = max(most[stage], held[stage])
+            if stage in shape.forward_only and unit % len(lengths) == len(lengths) - 1:
+                held[stage] = 0
     return tuple(most)
 
 
@@ -185,7 +204,7 @@ def pattern(schedule: Schedule, shape: Shape) -> Pattern:
 
 def pattern_of(shape: Shape, orders: Iterable[Iterable[Turn]]) -> Pattern:
     """Return the pattern of these orders of the workers.  O(stages * micros * slices)."""
-    found = tuple([tuple(turns) for turns in orders if turns])
+    found = tuple([without_backward(tuple(turns), shape.forward_only) for turns in orders if turns])
     whole = shape.slices == 1 and not shape.alternates
     return Pattern(shape, found, whole and _in_one_order(found, shape.stages))
 
@@ -196,11 +215,11 @@ def _in_one_order(orders: Iterable[Iterable[Turn]], stages: int) -> bool:
     for turns in orders:
         for kind, stage, micro in turns:
             micros.setdefault((hands_on(kind), stage), []).append(micro)
-    return all(
-        micros.get((kind, stage), []) == micros.get((kind, 0), [])
-        for kind in COMPUTES.values()
-        for stage in range(1, stages)
-    )
+    for kind in COMPUTES.values():
+        of_stages = [micros[kind, stage] for stage in range(stages) if (kind, stage) in micros]
+        if any(own != of_stages[0] for own in of_stages):
+            return False
+    return True
 
 
 for _schedule in BUILT_IN:

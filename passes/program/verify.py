@@ -18,6 +18,7 @@ from itertools import product
 from autopart.ir.actions import (
     ACTIONS,
     ALL,
+    ALONE,
     COMPUTE,
     COMPUTES,
     FORWARD,
@@ -53,7 +54,8 @@ def check_program(program: Program, schedule: str | None = None, *, backward: bo
        and behind the actions that begin the step of its stage, an action that ends a step behind all backwards of the
        stages that meet in it.
     3. Every action stands in the order once: F and B, or F, I and W, of every stage and slot, every message, and the
-       actions once a step (`Program.once_a_step`).
+       actions once a step (`Program.once_a_step`).  Stages that are forward only have no backward and no optimizer, and
+       no gradient flows to them.
     4. The actions of stages that meet stand side by side.
     5. No action of a stage stands behind its optimizer.
     6. In asynchronous training the updates of a stage (U) stand in its order too: behind all backwards of their
@@ -98,6 +100,8 @@ def _check_frame(program: Program) -> None:
     pairs = [(edge.src, edge.dst) for edge in program.edges]
     if len(set(pairs)) < len(pairs) or any(not 0 <= src < dst < stages for src, dst in pairs):
         raise ProgramError("edges must be single and point to a later stage", where=str(pairs))
+    if not set(program.forward_only).isdisjoint(edge.src for edge in program.edges if edge.grads):
+        raise ProgramError("gradients flow back to a stage without a backward", where=str(program.forward_only))
     for name, users in program.tied:
         if len(set(users)) < max(2, len(users)) or min(users) < 0 or max(users) >= stages:
             raise ProgramError(f"parameter {name} is tied over stages {list(users)}", why="it needs two stages or more")
@@ -121,7 +125,7 @@ def _owed(program: Program, backward: bool) -> Iterator[Action]:
     stages = range(len(program.stage_ranks))
     for way, name in COMPUTES.items():
         if way == FORWARD or backward:
-            for stage in stages:
+            for stage in stages if way == FORWARD else sorted({*stages}.difference(program.forward_only)):
                 for micro, piece in product(range(program.micros), range(program.slices)):
                     yield Action(name, Slot(stage, micro, piece))
     for piece in range(program.slices):
@@ -147,6 +151,7 @@ NO_GROUP = {
     REPLICAS: "stage {} has no replicas",
     OWNERS: "the replicas of stage {} do not share the optimizer's state",
     ALL: "there is one rank, which meets nobody",
+    ALONE: "stage {} has no optimizer step, since it is forward only",
 }
 """Why a stage does not take part in an action, by who meets in it."""
 
@@ -230,6 +235,8 @@ class _Walk:
             return f"{action}: messages have a peer, other actions have none", ""
         if not self._backward and kind.way != FORWARD:
             return f"{action} stands in a forward program", ""
+        if slot.stage in self._program.forward_only and kind.role == COMPUTE and kind.way != FORWARD:
+            return f"{action}: stage {slot.stage} has no backward", "nothing learns there, or before it"
         if slot.stage in self._ended:
             return f"{action} stands behind the optimizer of its stage", ""
         if self._meeting and action not in self._meeting:
@@ -257,7 +264,7 @@ class _Walk:
         self._finish(action, whole)
         where = stage, self._program.division(stage).player(micro)
         live = self._live[where] = self._live.get(where, 0) + IN_FLIGHT[action.kind]
-        if self._schedule is None:
+        if self._schedule is None or stage in self._program.forward_only:
             return None
         allowed = most_held(self._schedule, stage, self._shape)
         if allowed is None or live <= allowed:
@@ -328,10 +335,11 @@ class _Walk:
                 self._to_begin[member].discard(action.kind)
         needed = kind.needs if self._backward or not kind.needs else COMPUTES[FORWARD]
         for member in group if needed else ():
-            done, owed = self._computed.get((needed, member), 0), self._program.micros * self._program.slices
+            last = COMPUTES[FORWARD] if member in self._program.forward_only else needed
+            done, owed = self._computed.get((last, member), 0), self._program.micros * self._program.slices
             if done < owed:
                 why = f"stage {member} has done {done} of {owed} {self._units}"
-                return f"{action} stands before the last {ACTIONS[needed].label}", why
+                return f"{action} stands before the last {ACTIONS[last].label}", why
         if action.kind == OPTIMIZER:
             self._ended.add(stage)
         return None

@@ -12,6 +12,7 @@ from itertools import pairwise
 
 from autopart.ir.decision import Decision, Stage
 from autopart.ir.plan import Estimate
+from autopart.passes.program.learning import with_forward_only
 from autopart.passes.program.routing import edges, tied
 from autopart.passes.search.candidate import Candidate
 from autopart.passes.search.layout import in_proportion
@@ -110,7 +111,7 @@ def staged(space: SearchSpace, candidate: Candidate, zero: int) -> Decision:
         Stage(tuple(names[a:b]), ranks, groups, policy=request.policy if len(ranks) > 1 else "split")
         for (a, b), ranks, groups in zip(pairwise(candidate.bounds), candidate.ranks, asked, strict=True)
     )
-    return Decision(
+    decision = Decision(
         space.costs.cluster.world,
         stages,
         candidate.micro_rows,
@@ -120,6 +121,7 @@ def staged(space: SearchSpace, candidate: Candidate, zero: int) -> Decision:
         bucket_bytes=request.bucket_bytes,
         order=candidate.order,
     )
+    return with_forward_only(decision, space.learning)
 
 
 def _fit(space: SearchSpace, decision: Decision, spare_bytes: Sequence[int]) -> Fitted:

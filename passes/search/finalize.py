@@ -20,6 +20,7 @@ from autopart.ir.program import Program
 from autopart.ir.timeline import spans_text
 from autopart.passes.ordering.bound import bound_ns
 from autopart.passes.ordering.pipeline import Pipeline
+from autopart.passes.program.learning import with_forward_only
 from autopart.passes.program.messages import prove_messages
 from autopart.passes.program.orders import Shape
 from autopart.passes.program.routing import edges, route
@@ -79,6 +80,7 @@ def finalize(
     proven: list[Finalized] = []
     lacking: list[Evaluation] = []
     known_ns: dict[tuple[object, ...], int | None] = {}  # steps over captured ops; None where it does not fit
+    learning = graph.learning_ops()
     while queue:
         step_ns, i, spare, turn, evaluation = heappop(queue)
         if proven and (
@@ -88,7 +90,8 @@ def finalize(
             continue
         over_blocks = evaluation.decision
         stages = lower_to_ops(over_blocks.stages, evaluation.space, graph)
-        decision = check_decision(replace(over_blocks, stages=stages), graph)
+        decision = with_forward_only(replace(over_blocks, stages=stages), learning)
+        check_decision(decision, graph)
         estimates = stage_estimates(decision, edges(decision, graph), estimator)
         excess = excess_of(decision, edges(decision, graph), estimator)
         if max(excess) <= 0:  # first, since to route and to prove a long program takes longer

@@ -197,6 +197,21 @@ class SearchSpace:
     )
 
     @cached_property
+    def learning(self) -> frozenset[str]:
+        """The blocks that have a backward: those with such an op, even if nobody reads what it writes."""
+        ops = self.fine.learning_ops()
+        return frozenset(
+            block.name for block in self.chain.blocks.ops if not ops.isdisjoint(block.parts or (block.name,))
+        )
+
+    @cached_property
+    def may_learn(self) -> Bools:
+        """[a, b]: whether a stage [a, b) has a backward."""
+        learns = [op.name in self.learning for op in self.chain.blocks.ops]
+        sums = np.concatenate([[0], np.cumsum(learns)])
+        return np.asarray(sums[None, :] > sums[:, None])
+
+    @cached_property
     def summed_per_trained(self) -> float:
         """The bytes of summed gradients per byte of trainable parameter, over the whole model."""
         trained = [param for param in self.chain.blocks.params if param.trainable]

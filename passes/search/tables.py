@@ -115,6 +115,11 @@ class StageCostTables:
     def _waits(self) -> Ints | None:
         return None if self.waits is None else by_length(self.waits, self.longest)
 
+    @cached_property
+    def _learns(self) -> Bools:
+        """Whether a stage of a range has a backward."""
+        return np.asarray(by_length(self.space.may_learn, self.longest))
+
     def __call__(self, k: int, width: int, used: int) -> Table | None:
         """Return the table of the k-th stage from the end, on `width` positions, `used` of them to the end."""
         replicas, request = width * self.layout.pipeline_replicas, self.space.request
@@ -287,7 +292,7 @@ class StageCostTables:
         static = memory.static
         if not find(self.schedule).synchronous:
             static = static + self._older_versions(live) * self._by_length(self.space.chain.weights)
-        over = static + live * memory.held - place.memory_bytes
+        over = static + np.where(self._learns, live, 1) * memory.held - place.memory_bytes
         recompute_all = request.recompute == "all"
         if not recompute_all and not (over > 0).any():
             return None
@@ -295,7 +300,7 @@ class StageCostTables:
         freed = _freed_in_groups(live, memory)
         np.divide(over, freed, out=in_groups, where=freed > 0)
         if recompute_all:
-            return np.where(in_groups <= 1.0, 1.0, 2.0)
+            return np.where(self._learns, np.where(in_groups <= 1.0, 1.0, 2.0), np.where(over > 0, 2.0, 0.0))
         if not request.may_recompute:
             return np.where(over > 0, 2.0, 0.0)
         blocks = np.full(over.shape, 2.0)
@@ -315,7 +320,8 @@ class StageCostTables:
             owned = np.maximum(trained / replicas, self._by_length(chain.largest_trained))
         summed = trained * self.space.summed_per_trained
         state = (summed + owned * self.space.request.state_factor).astype(np.int64)
-        messages = MESSAGES_AHEAD * (enters + costs.crossing[ends_of(chain.n, self.longest)])
+        under_way = np.where(self._learns, MESSAGES_AHEAD, max(MESSAGES_AHEAD, len(self.micro_rows))).astype(np.int64)
+        messages = MESSAGES_AHEAD * enters + under_way * costs.crossing[ends_of(chain.n, self.longest)]
         saved, edges, redone = self._asked_memory(costs)
         static = weights + state + self._by_length(costs.scratch) + messages + redone
         static[0] += len(self.micro_rows) * -(-self._inputs_bytes() // replicas)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autopart.ir.actions import BACKWARD, FORWARD
-from autopart.ir.plan import Decision, Estimate, Outlook
+from autopart.ir.plan import Decision, Estimate, Outlook, Stage
 from autopart.ir.program import Edge, Program
 from autopart.ir.size import Size
 from autopart.ir.timeline import Timeline
@@ -145,7 +145,7 @@ def work_of(
     return Work(
         fwd_ns=tuple(e.fwd_ns for e in estimates),
         bwd_ns=tuple(e.bwd_ns for e in estimates),
-        held_bytes=tuple(e.activation_bytes for e in estimates),
+        held_bytes=tuple(_held(stage, e.activation_bytes) for stage, e in zip(stages, estimates, strict=True)),
         messages={
             (src, dst, way): (size, loads.between(stages[src], stages[dst]))
             for (src, dst, way), size in message_bytes(links, index.values).items()
@@ -170,6 +170,11 @@ def work_of(
     )
 
 
+def _held(stage: Stage, activation_bytes: int) -> int:
+    """Return what a stage holds of a micro-batch until its backward: nothing if it has none."""
+    return 0 if stage.forward_only else activation_bytes
+
+
 def _slice_works(
     decision: Decision, estimates: Estimates, links: tuple[Edge, ...], estimator: Estimator
 ) -> tuple[SliceWork, ...]:
@@ -186,7 +191,10 @@ def _slice_works(
         SliceWork(
             tuple(own[j] for own in times[False]),
             tuple(own[j] for own in times[True]),
-            tuple(share_of(known.activation_bytes, length, tokens) for known in estimates),
+            tuple(
+                _held(stage, share_of(known.activation_bytes, length, tokens))
+                for stage, known in zip(decision.stages, estimates, strict=True)
+            ),
             _slice_sizes(links, index.values, j, length, tokens),
             tuple(
                 min(own[j], share_of(known.weight_ns, length, tokens))

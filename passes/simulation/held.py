@@ -36,9 +36,22 @@ def counts_in(order: Pattern, lengths: tuple[int, ...] = ()) -> Counts:
     found: dict[tuple[int, ...], Ints] = {}
     for turns in order.workers:
         stages = tuple(sorted({stage for _, stage, _ in turns}))
-        rows = _rows(turns, stages, lengths)
+        rows = _rows(_closed(turns, order.shape), stages, lengths)
         found[stages] = np.concatenate([found[stages], rows]) if stages in found else rows
     return {stages: np.unique(rows, axis=0) for stages, rows in found.items()}
+
+
+def _closed(turns: Sequence[Turn], shape: Shape) -> Sequence[Turn]:
+    """Return the computes with a backward right behind the forwards of each micro-batch on stages without a backward,
+    which hold nothing afterwards."""
+    if not shape.forward_only:
+        return turns
+    closed: list[Turn] = []
+    for kind, stage, unit in turns:
+        closed.append((kind, stage, unit))
+        if stage in shape.forward_only and unit % shape.slices == shape.slices - 1:
+            closed += [("B", stage, unit - piece) for piece in range(shape.slices)]
+    return closed
 
 
 def _rows(turns: Sequence[Turn], stages: tuple[int, ...], lengths: tuple[int, ...]) -> Ints:

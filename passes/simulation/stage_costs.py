@@ -6,7 +6,8 @@ Memory of a device of a stage with r equal replicas, where live is `schedules.in
     + copies of weights in another precision         under autocast, made once a step
     + live * (saved for the backward + received)     for the device's rows of a micro-batch, rows / r
     + workspace                                      largest of one op, and of one recomputed group
-    + MESSAGES_AHEAD * (received + sent)             messages under way, and receives posted ahead
+    + MESSAGES_AHEAD * (received + sent)             messages under way, and receives posted ahead; of a stage without
+                                                     a backward all that it sends in a step
     + half-precision gradients                       with replicas: they are summed in fp32 and rounded after the
                                                      step; only what exceeds activations, workspace and messages
     + (versions - 1) * weights                       asynchronous schedules (`Streaming.versions`)
@@ -27,7 +28,8 @@ operands are kept, does not run again.
 
 Assumed, and wrong where: times and saved bytes of a stage are the sums over its ops; weights, gradients and optimizer
 state stay allocated; the allocator wastes nothing.  The optimizer reads weights, gradients and state and writes weights
-and state at memory speed.  Clones count in every stage that runs them.
+and state at memory speed.  Clones count in every stage that runs them.  The weights of a stage without a backward are
+cast to half precision in no time, since casts are charged with the optimizer, which it does not have.
 """
 
 from __future__ import annotations
@@ -309,7 +311,8 @@ def _estimate(context: StageContext, estimator: Estimator, ranks: Sequence[int])
     received, sent = part(context.in_bytes), part(context.out_bytes)
     activation_bytes = kept + received
     workspace = max([cost.scratch_bytes for cost in costed[0]], default=0) + group_bytes
-    buffers = MESSAGES_AHEAD * (received + sent)
+    own_micros = -(-context.micros // divided.period)
+    buffers = MESSAGES_AHEAD * received + _sends_under_way(stage, own_micros) * sent
     weight_bytes = sum([cost.weight_bytes for cost in costed[0]])
     in_flight_bytes = context.in_flight_bytes(activation_bytes, weight_bytes)
     if len(stage.ranks) > 1:  # activations, workspace and messages are gone by then and make room
@@ -317,7 +320,6 @@ def _estimate(context: StageContext, estimator: Estimator, ranks: Sequence[int])
         buffers += max(0, rounded - in_flight_bytes - workspace - buffers)
     peak_bytes = weights + copies + state_bytes + in_flight_bytes + workspace + buffers
     if context.first:
-        own_micros = -(-context.micros // divided.period)
         peak_bytes += own_micros * part(sum(whole.values[name] for name in whole.graph.inputs))
     return Estimate(
         fwd_ns=max(sum([cost.fwd_ns for cost in costs]) for costs in costed) + copying_ns(received + sent, devices),
@@ -342,6 +344,14 @@ def _estimate(context: StageContext, estimator: Estimator, ranks: Sequence[int])
         weight_ns=max(sum([cost.weight_ns for cost in costs]) for costs in costed),
         weight_bytes=weight_bytes,
     )
+
+
+def _sends_under_way(stage: Stage, micros: int) -> int:
+    """Return how many messages of its kind a stage may have sent that are not received yet.
+
+    Nothing comes back that shows a stage without a backward how far its readers are: it may be ahead of them.
+    """
+    return max(micros, MESSAGES_AHEAD) if stage.forward_only else MESSAGES_AHEAD
 
 
 def redone_ns(group: Sequence[str], index: GraphIndex) -> int:

@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from autopart.ir.errors import ClusterError
+from autopart.ir.errors import AutopartError, ClusterError
 from autopart.launcher import launcher_variables, torchrun_line
-from autopart.runtime.activity import waiting
+from autopart.runtime.activity import current, waiting
 from autopart.runtime.group.breaking import break_group
 from autopart.runtime.group.carriers import CARRIERS, NcclCarrier
 from autopart.runtime.group.rendezvous import UNWATCHED
@@ -33,6 +33,8 @@ T = TypeVar("T")
 
 AUTO, NCCL, GLOO = "auto", "nccl", "gloo"
 _log = logging.getLogger("autopart")
+JOIN = -1
+"""Sent instead of the number of a signal by a rank that the launcher asked to stop, so that others can join."""
 PLANNING_TIMES = 10
 """Planning and capturing may take this many times `timeout=`, if that is given."""
 
@@ -46,7 +48,8 @@ class World:
     """The rank and device of this process, the number of ranks, and collectives.  With one rank no group is opened.
 
     stop_requested: whether a rank was asked to stop (`watch.stop_signals`).  Every exchange of numbers carries it, so
-    it becomes True on all ranks in the same one.
+    it becomes True on all ranks in the same one.  stepped: whether this rank has trained; before that it does not stop
+    so that others can join, since all would only start again.
     """
 
     def __init__(
@@ -75,7 +78,7 @@ class World:
         self._lease: int | None = None
         self._known: BaseException | None = None
         self._waiting = waiting()
-        self.stop_requested = self._catching = False
+        self.stop_requested = self.stepped = self._catching = False
         if kind == "cuda":
             require_devices(torch.cuda.device_count(), local_ranks(size), self.transport)
         if size > 1 or dist.is_initialized():
@@ -219,6 +222,8 @@ class World:
     def known(self, error: E) -> E:
         """Mark an error that all ranks raise, so that none has to be told, and return it."""
         self._known = error
+        if isinstance(error, AutopartError):
+            error.everywhere = True
         return error
 
     def is_known(self, error: BaseException) -> bool:
@@ -254,7 +259,7 @@ class World:
     def begin_gathering(self, numbers: Sequence[float]) -> Callable[[], list[list[float]]]:
         """Send numbers to every rank, as many as each of them does; return a function that waits for those of all, by
         rank.  Collective."""
-        told = [*numbers, float(stop_signals.asked)]
+        told = [*numbers, float(stop_signals.asked or (JOIN if self.stepped and current().asked else 0))]
         if self.size == 1:
             return lambda: self._without_stop([told])
         mine = torch.tensor(told, dtype=torch.float64)
@@ -274,11 +279,10 @@ class World:
         if not self.stop_requested and any(number for _, number in asked):
             self.stop_requested = True
             if self.rank == 0:
-                rank, number = next(each for each in asked if each[1])
-                _log.warning(
-                    "rank %d got %s: pipe.stop_requested is True on all ranks; save and end the run (a second SIGTERM "
-                    "ends a process now)", rank, signal.Signals(number).name,
-                )  # fmt: skip
+                rank, number = max(asked, key=lambda each: each[1])
+                why = f"rank {rank} got {signal.Signals(number).name}" if number > 0 else "other ranks wait to join"
+                then = " (a second SIGTERM ends a process now)" if number > 0 else ""
+                _log.warning("%s: pipe.stop_requested is True on all ranks; save and end the run%s", why, then)
         return rows
 
     def gather_objects(self, content: T) -> list[T]:

@@ -28,6 +28,11 @@ class Death:
     stopped: bool = False
 
     @property
+    def alone(self) -> bool:
+        """Whether it was killed, stopped or crashed, rather than ended because a peer had."""
+        return self.stopped or (self.exitcode is not None and self.exitcode < 0 and self.exitcode != -signal.SIGABRT)
+
+    @property
     def priority(self) -> int:
         """Place among causes; the smallest is reported."""
         return 1 if self.exitcode == -signal.SIGABRT else 0

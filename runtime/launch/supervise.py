@@ -26,7 +26,7 @@ from multiprocessing.context import SpawnProcess
 from typing import Any, NoReturn
 
 from autopart.ir.errors import UsageError
-from autopart.launcher import RESTART_VARIABLE
+from autopart.launcher import DEVICES_VARIABLE, RESTART_VARIABLE, Living
 from autopart.runtime.activity import PATIENT, SharedStatus
 from autopart.runtime.launch import worker
 from autopart.runtime.launch.reasons import GUARD, UNGUARDED, Death, error_for, first_cause
@@ -57,11 +57,13 @@ class Fleet:
 
     def __init__(
         self, world: int, deadline: float | None = None, generation: int = 0, stop: StopSignals | None = None,
-        grace_s: float = 0.0,
+        grace_s: float = 0.0, living: Living | None = None, join_at: float = math.inf,
     ) -> None:  # fmt: skip
         """Start the processes and wait until all are up.  deadline: in time.monotonic() seconds.
         generation: how often the ranks were restarted before.  stop: signals to this process, which are passed on to
-        the ranks.  grace_s: seconds that they then have to end after SIGTERM.
+        the ranks.  grace_s: seconds that they then have to end after SIGTERM.  living: the devices of the ranks, under
+        an elastic launch.  join_at: when the ranks are asked to stop so that others can join, in time.monotonic()
+        seconds.
 
         Raises UsageError if the main script lacks its guard, WorkerError if a process does not come up.
         """
@@ -71,6 +73,9 @@ class Fleet:
         self._store: Any = None
         self._stop, self._grace_s = stop, grace_s
         self._killed_at = math.inf  # end of the grace after SIGTERM, whatever the ranks do
+        self._living, self._join_at = living, join_at
+        self.lost: tuple[int, ...] = ()
+        """The ranks whose processes died by themselves or are stopped, if it failed."""
         self.cause: Failure | Death | None = None
         """Why it failed, if it did."""
         atexit.register(self.kill)
@@ -101,7 +106,7 @@ class Fleet:
             conn, theirs = context.Pipe()
             given = rank, theirs, self._statuses[rank], main_thread
             process = context.Process(target=worker.main, args=given, name=f"autopart-rank-{rank}")
-            with _environment(env | _local_env(rank, world)):
+            with _environment(env | _local_env(rank, world) | _device_env(rank, self._living)):
                 process.start()
             theirs.close()
             self.members.append(Member(rank, process, conn))
@@ -138,6 +143,9 @@ class Fleet:
                 stopped.clear()
             before = now
             self._pass_signals_on()
+            if now >= self._join_at:
+                for status in self._statuses:
+                    status.asked = 1
             remaining = min(POLL_S, self._killed_at - now, POLL_S if deadline is None else deadline - now)
             if remaining <= 0:
                 break
@@ -165,12 +173,19 @@ class Fleet:
     def _fail(self, answers: Mapping[int, Any], doing: str) -> NoReturn:
         """End all processes and raise the first cause, or name the ranks that did not answer."""
         cause = self.cause = first_cause(answers.values())
+        deaths = [each for each in answers.values() if isinstance(each, Death)]
+        self.lost = tuple(death.rank for death in deaths if death is cause or death.alone)
         self.kill()
         if cause is not None:
             raise error_for(cause, self._statuses[cause.rank], doing)
         if self._killed_at < math.inf:
             doing += f", {self._grace_s:g} s after SIGTERM"
         raise no_answer([state_of_rank(*each) for each in enumerate(self._statuses)], answers.keys(), doing)
+
+    @property
+    def heeded(self) -> bool:
+        """Whether a script learned that its ranks were asked to stop so that others can join."""
+        return any(status.heeded for status in self._statuses)
 
     def kill(self) -> None:
         """End all processes now: SIGTERM, SIGKILL after a second.  Safe to call twice."""
@@ -301,6 +316,13 @@ def _local_env(rank: int, world: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(world),
         PARENT_VARIABLE: str(os.getpid()),
     }
+
+
+def _device_env(rank: int, living: Living | None) -> dict[str, str]:
+    """Return what a rank of an elastic launch is told of its device."""
+    if living is None:
+        return {}
+    return {"LOCAL_RANK": str(living.devices[rank]), DEVICES_VARIABLE: living.text()}
 
 
 @contextmanager

@@ -29,6 +29,11 @@ class SlicedMicroBatch:
         self._past: dict[int, dict[_Block, torch.Tensor]] = {}
         self._prefixes: dict[int, dict[str, torch.Tensor]] = {}
 
+    @property
+    def last(self) -> int:
+        """Number of the last slice."""
+        return len(self._slices) - 1
+
     def arguments(self, number: int) -> list[torch.Tensor]:
         """Return what the code of a slice reads of earlier slices."""
         code = self._slices[number]

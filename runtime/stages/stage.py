@@ -122,6 +122,13 @@ class StageRunner:
             self._kept[slot] = leaves, {name: t for name, t in outputs.items() if name in self._grad_outputs}
         return outputs
 
+    def end_forward(self, slot: Slot) -> None:
+        """Forget a slot that has no backward, and its micro-batch with the last slice."""
+        self._kept.pop(slot, None)
+        micro = self._sliced.get(slot.micro)
+        if micro is not None and slot.slice == micro.last:
+            del self._sliced[slot.micro]
+
     def _begin(self, prologue: Any, full: _Tensors, numbers: Sequence[float]) -> _Tensors:
         """Add the results of the prologue to the inputs of a micro-batch."""
         if prologue is not None:

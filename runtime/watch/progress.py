@@ -3,6 +3,7 @@
 A thread looks at the activity of this process, so that a step that prepares nothing costs nothing.  Lines go to stderr
 if that is a terminal: the last one counts seconds until the phase ends.  AUTOPART_PROGRESS=0 turns them off, and
 AUTOPART_PROGRESS=1 on: where stderr is no terminal, each phase gets its line when it has ended.
+`tell` writes another line.
 """
 
 from __future__ import annotations
@@ -53,6 +54,13 @@ class Progress:
             return ""
         start = _CLEAR if self._live else ""
         return f"{start}autopart: {self._what} took {now - self._since:.1f} s\n"
+
+
+def tell(line: str) -> None:
+    """Write a line, if progress is wanted in this process."""
+    if is_wanted() and sys.stderr is not None:
+        sys.stderr.write(f"{_CLEAR if _on_terminal() else ''}autopart: {line}\n")
+        sys.stderr.flush()
 
 
 def is_wanted() -> bool:

@@ -137,7 +137,7 @@ BOTH_AGAIN = "decision.stages[0].recompute, decision.stages[1].recompute"
         ('"step_ns": 0', '"step_ns": -1', "outlook.step_ns", "must not be negative, not -1"),
         ('"step_ns": 0', '"step_ns": 0, "step_ns": 1', "outlook", "key 'step_ns' appears twice in one object"),
         ('"costs"', '"cost"', "provenance.cost", "unknown key"),
-        ('"made by hand"', "made by hand", "line 50, column 7", "Expecting value"),
+        ('"made by hand"', "made by hand", "line 52, column 7", "Expecting value"),
     ],
 )
 def test_an_edit_is_refused_with_its_place(old: str, new: str, where: str, why: str) -> None:

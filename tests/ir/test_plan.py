@@ -173,3 +173,9 @@ def test_a_decision_and_a_report_print_as_one_short_line() -> None:
 def test_notes_are_added_behind_those_a_plan_has() -> None:
     assert example().with_notes("a", "b").notes == ("rank 1 idles", "a", "b")
     assert example().with_notes() == example()
+
+
+def test_a_decision_says_which_modules_run_where() -> None:
+    stages = tuple(replace(s, modules=(f"h.{i}", "n", f"h.{i + 3}")) for i, s in enumerate(example().stages))
+    assert "2 stages: h.0 … h.3 on 0 | h.1 … h.4 on 2" in str(changed(example(), stages=stages).decision)
+    assert changed(example(), stages=stages) == example()  # for people alone

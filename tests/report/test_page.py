@@ -16,11 +16,11 @@ from support.languages.graphs import cluster, layers, plan_of
 from support.languages.plans import changed, example, plans
 
 from autopart.files.plans import plan_to_json
-from autopart.ir.actions import RECEIVE
+from autopart.ir.actions import RECEIVE, parse_action
 from autopart.ir.errors import UsageError
 from autopart.ir.outlook import Alternative
 from autopart.ir.plan import Plan
-from autopart.ir.timeline import Timeline, read_spans, spans_text
+from autopart.ir.timeline import Span, Timeline, read_spans, spans_text
 from autopart.report.page.notebook import plan_fragment
 from autopart.report.page.page import plan_page
 
@@ -130,6 +130,38 @@ def test_a_measured_step_stands_beside_the_simulated_one(planned: Plan) -> None:
     for s, e in enumerate(planned.estimates):
         assert numbers[3 + 6 * s : 6 + 6 * s] == [e.fwd_ns, 2 * e.fwd_ns, 1.0]
     assert 123 in found.numbers["memory"]
+
+
+def test_a_step_of_another_plan_is_refused(planned: Plan) -> None:
+    for text in ("9F0", "0F99", "0F0.1"):
+        other = Timeline((Span(0, parse_action(text), 0, 5),))
+        with pytest.raises(UsageError, match="not one of this plan"):
+            plan_page(planned, measured=other)
+
+
+def test_of_very_many_actions_the_slowest_replicas_are_shown(planned: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = read_spans(planned.outlook.spans)
+    ranks = {rank: stage.ranks for stage in planned.stages for rank in stage.ranks}
+    first = {own[0] for own in ranks.values()}
+    every = [replace(s, rank=rank) for s in step.spans for rank in ranks[s.rank]]
+    late = [replace(s, end_ns=s.end_ns + 10**9) if s.rank not in first else s for s in every]
+    monkeypatch.setattr("autopart.report.page.rows.MOST_SPANS", len(step.spans))
+    simulated, measured = Found(plan_page(planned, measured=Timeline(tuple(late)))).data["panels"]
+    most = max(len(own) for own in ranks.values())
+    assert most > 1 and len(measured["rows"]) == len(simulated["rows"])
+    assert all(row["label"].endswith(f"(slowest of {row['ranks']})") for row in measured["rows"] if row["ranks"] > 1)
+    shown = {int(row["label"].split()[1]) for row in measured["rows"]}
+    assert not shown & {own[0] for own in ranks.values() if len(own) > 1}
+
+
+@pytest.mark.parametrize(
+    "options", [{"schedule": "pipedream"}, {"policy": "turn", "replicas": 2}, {"zero": 1}], ids=str
+)
+def test_any_kind_of_plan_has_a_picture(options: dict[str, Any]) -> None:
+    plan = plan_of(layers(6), cluster(4, memory=10**9), micros=8, rows=(2,) * 8, stages=2, **options)
+    (panel,) = Found(plan_page(plan)).data["panels"]
+    assert sum(row["ranks"] for row in panel["rows"]) == sum(len(stage.ranks) for stage in plan.stages)
+    assert "<table>" in plan_fragment(plan)
 
 
 def test_a_plan_that_holds_no_step_says_so() -> None:

@@ -98,6 +98,8 @@ def test_compile_and_a_new_capture_are_shown_on_a_terminal(tmp_path: Path) -> No
     said = re.findall(r"autopart: ([a-z ]+) took \d+\.\d s", shown)
     assert said.count("capturing the model") >= 2, shown
     assert "\r\x1b[Kautopart: " in shown, shown
+    ready = r"autopart: captured in \d+\.\d s, planned in \d+\.\d s: schedule .*; predicted step \d+\.\d ms"
+    assert len(re.findall(ready, shown)) == 1, shown
 
 
 @pytest.mark.parametrize(("stated", "lines"), [("", False), pytest.param("1", True, marks=pytest.mark.slow)])

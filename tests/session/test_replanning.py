@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.jobs import replan_jobs as jobs
 from support.workers import Workers
 
-from autopart.session.replanning.carried import Kind, spread
+from autopart.session.replanning.carried import spread
 
 pytestmark = pytest.mark.timeout(200)
 STEPS = 8
@@ -65,6 +65,14 @@ def test_layers_freeze_and_the_plan_follows(pair: Workers) -> None:
         assert first.before_s >= first.after_s or not first.adopted
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+def test_what_is_said_to_move_moves(pair: Workers, dtype: torch.dtype) -> None:
+    """Weights, masters and gradients from their owners, and the optimizer's state."""
+    found = pair.run(jobs.moved, dtype)
+    said = {amount for amount, _ in found}
+    assert said == {sum(sent for _, sent in found)} and said != {0}
+
+
 def test_an_optimizer_that_was_left_behind_is_refused(pair: Workers) -> None:
     for error in pair.run(jobs.forgotten, plans()[:2]):
         assert "before the plan was changed" in error.what and "pipe.adopt(plan, optimizer)" in error.fix
@@ -79,8 +87,8 @@ def test_every_rank_that_lacks_a_tensor_gets_it_once_from_one_that_has_it(
 ) -> None:
     having: Mapping[Any, list[int]] = {(f"p{i}", "m"): sorted(has) for i, (has, _, _) in enumerate(given_tensors)}
     wanting = {(f"p{i}", "m"): sorted(wants) for i, (_, wants, _) in enumerate(given_tensors)}
-    kinds = {(f"p{i}", "m"): Kind((size,), torch.float32) for i, (_, _, size) in enumerate(given_tensors)}
-    routes = spread(having, wanting, kinds)
-    expected = {("\0".join(key), target) for key in having for target in wanting[key] if target not in having[key]}
+    sizes = {(f"p{i}", "m"): size for i, (_, _, size) in enumerate(given_tensors)}
+    routes = spread(having, wanting, sizes)
+    expected = {(key, target) for key in having for target in wanting[key] if target not in having[key]}
     assert {(name, target) for name, _, target in routes} == expected and len(routes) == len(expected)
-    assert all(source in having[name.split("\0")[0], "m"] for name, source, _ in routes)
+    assert all(source in having[key] for key, source, _ in routes)

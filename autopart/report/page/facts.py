@@ -37,7 +37,7 @@ def tiles(plan: Plan, measured: Timeline | None) -> list[tuple[str, Cell, str]]:
     found = [("simulated step", duration(plan.step_ns), _bound(plan))] if plan.step_ns else []
     if measured is not None:
         ns, said = measured.step_ns, plan.step_without_optimizer_ns
-        remark = f"without the optimizer: {change(ns, said).text} against the simulation" if said else "one step"
+        remark = f"{change(ns, said).text} against the simulation" if said else "one step"
         found.append(("measured step", duration(ns), remark))
     if plan.step_ns:
         idle = f"measured {bubble_of(measured):.1%}" if measured else "idle share of the devices"
@@ -49,7 +49,7 @@ def tiles(plan: Plan, measured: Timeline | None) -> list[tuple[str, Cell, str]]:
         s = max(range(len(plan.stages)), key=lambda s: plan.estimates[s].peak_bytes)
         limit = outlook.limits[s] if outlook.limits else 0
         remark = f"stage {s}" + (f", of {memory_text(limit)}" if limit else "")
-        found.append(("most memory of a device", memory(plan.estimates[s].peak_bytes), remark))
+        found.append(("fullest device", memory(plan.estimates[s].peak_bytes), remark))
     return [(printable(name), cell, printable(remark)) for name, cell, remark in found]
 
 

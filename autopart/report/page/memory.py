@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from autopart.ir.plan import Decision, Estimate
-from autopart.ir.timeline import Span
+from autopart.ir.plan import Decision, Estimate, Plan
+from autopart.ir.timeline import Span, read_spans
 
 Curve = tuple[tuple[int, int], ...]
 """(nanoseconds, bytes) where the bytes change; the first at the start of the step."""
@@ -56,3 +57,25 @@ def _constant_bytes(
         found += known.peak_bytes - most - known.workspace_bytes
         workspace = max(workspace, known.workspace_bytes)
     return found + workspace
+
+
+def rank_peaks(plan: Plan) -> tuple[int, ...]:
+    """Return the most bytes that the plan charges each rank, 0 for a rank that idles or a plan without estimates.
+
+    For a rank with several stages it is the top of its curve, or without a simulated step the sum of their peaks.
+    """
+    if not plan.estimates:
+        return (0,) * plan.decision.world
+    spans: dict[int, list[Span]] = defaultdict(list)
+    for span in read_spans(plan.outlook.spans).spans:
+        spans[span.rank].append(span)
+    tops = {
+        plan.decision.stages_of_rank(rank): max(size for _, size in memory_curve(own, plan.decision, plan.estimates))
+        for rank, own in spans.items()
+    }
+    found = []
+    for rank in range(plan.decision.world):
+        stages = plan.decision.stages_of_rank(rank)
+        peaks = [plan.estimates[s].peak_bytes for s in stages]
+        found.append(tops.get(stages, sum(peaks)) if len(peaks) > 1 else sum(peaks))
+    return tuple(found)

@@ -21,7 +21,7 @@ from autopart.ir.plan import Plan
 from autopart.ir.printable import printable
 from autopart.ir.timeline import MOST_SPANS, Timeline, read_spans
 from autopart.report.page import facts
-from autopart.report.page.rows import Json, picture
+from autopart.report.page.rows import MEASURED, SIMULATED, Json, picture
 from autopart.report.page.words import duration_text
 from autopart.report.plan_table import modules_of
 from autopart.report.svg_timeline import timeline_svg
@@ -67,11 +67,12 @@ def plan_page(
     """Return one HTML page that needs no network: tables, and a picture of the step.
 
     graph: of the plan; names modules where the plan does not.  measured: a step that ran.  peaks: measured bytes of
-    each rank.
+    each rank.  Raises UsageError for a step of another plan.
     """
     simulated = read_spans(plan.outlook.spans)
-    panels = {"simulated": simulated} if simulated.spans else {}
-    panels |= {"measured": measured} if measured is not None and measured.spans else {}
+    panels = {SIMULATED: simulated} if simulated.spans else {}
+    if measured is not None and measured.spans:
+        panels[MEASURED] = _of_plan(measured, plan)
     drawn: Json | None = picture(panels, plan) if panels else None
     small = panels and sum(len(each.spans) for each in panels.values()) <= MOST_DRAWN
     script = _asset("picture.js")
@@ -93,6 +94,21 @@ def plan_page(
         script_hash=Markup(f"sha256-{digest}"),
         style=Markup(_asset("style.css")),
     )
+
+
+def _of_plan(measured: Timeline, plan: Plan) -> Timeline:
+    """Return a step that ran under this plan.  Raises UsageError if it ran under another one."""
+    micros = len(plan.micro_rows)
+    for span in measured.spans:
+        action = span.action
+        runs = action.stage in plan.decision.stages_of_rank(span.rank) or not action.is_a.is_per_slot
+        if not runs or action.micro >= micros or action.slot.slice >= plan.decision.slices:
+            raise UsageError(
+                "the measured step is not one of this plan",
+                why=f"rank {span.rank} ran {action} in it, and the plan does not let it",
+                fix="give the plan file that was running: autopart.save_plan(pipe.plan, ...)",
+            )
+    return measured
 
 
 def _sections(

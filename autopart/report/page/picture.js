@@ -47,7 +47,7 @@
   function time(ns) {
     for (const [size, unit] of [[1e9, "s"], [1e6, "ms"], [1e3, "µs"]])
       if (Math.abs(ns) >= size) return (ns / size).toFixed(Math.abs(ns) < 100 * size ? 2 : 1) + " " + unit;
-    return Math.round(ns) + " ns";
+    return ns ? Math.round(ns) + " ns" : "0";
   }
   function bytes(size) {
     for (const [unit, name] of [[2 ** 40, "TiB"], [2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"]])
@@ -169,7 +169,7 @@
     for (let at = Math.ceil(from / tick) * tick; at <= to; at += tick) {
       context.fillRect(x(at), y, 1, 4);
       const shown = x(at) < LEFT + 20 ? LEFT + 20 : Math.min(x(at), LEFT + width() - 22);
-      context.fillText(at ? time(at) : "0", shown, y + 12);
+      context.fillText(time(at).replace(/\.0+ /, " "), shown, y + 12);
     }
   }
 
@@ -182,8 +182,7 @@
   function describe(px, py) {
     const [panel, row] = rowAt(px, py), at = ns(px);
     if (!row || px < LEFT || at > panel.step) return "";
-    const alike = row.ranks > 1 ? ", and " + (row.ranks - 1) + " equal replicas" : "";
-    const who = row.label.replace(/ \(.*/, "") + alike;
+    const who = row.label.replace(/ \(x(\d+)\)/, (all, ranks) => ", and " + (ranks - 1) + " equal replicas");
     if (memory && row.memory) {
       const held = row.memory.bytes[Math.max(0, firstAfter(row.memory.at, at) - 1)];
       return who + "\n" + time(at) + ": holds " + bytes(held) + (row.limit ? " of " + bytes(row.limit) : "") +

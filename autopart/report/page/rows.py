@@ -1,20 +1,23 @@
 """The rows of the picture: what each worker does over a step, in few characters.
 
-Equal replicas do the same at the same time, so that a simulated step has one row for all of them.
+Equal replicas do the same at the same time, so that a simulated step has one row for all of them.  Of a measured step
+with very many actions the slowest replica of each stage is shown.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from autopart.ir.actions import ACTIONS, RECEIVE
+from autopart.ir.actions import ACTIONS, COMPUTE, RECEIVE
 from autopart.ir.plan import Plan
 from autopart.ir.printable import printable
-from autopart.ir.timeline import Span, Timeline
+from autopart.ir.timeline import MOST_SPANS, Span, Timeline
 from autopart.report.page.memory import memory_curve
 
 Json = dict[str, object]
 
+SIMULATED, MEASURED = "simulated", "measured"
+"""Names of the panels."""
 SENDS = {"SF": "f", "SB": "b"}
 """Letters of messages in a row; every other action is its own letter."""
 
@@ -35,25 +38,37 @@ def picture(panels: Mapping[str, Timeline], plan: Plan) -> Json:
 
 
 def _panel(name: str, timeline: Timeline, plan: Plan) -> Json:
-    spans: dict[int, list[Span]] = {}
+    simulated, spans = name == SIMULATED, dict[int, list[Span]]()
     for span in timeline.spans:
         if span.action.is_a.role != RECEIVE:
             spans.setdefault(span.rank, []).append(span)
+    if sum(map(len, spans.values())) > MOST_SPANS:
+        spans = {rank: spans[rank] for rank in _slowest(spans, plan)}
     lengths = sorted({span.end_ns - span.start_ns for own in spans.values() for span in own})
     place = {length: i for i, length in enumerate(lengths)}
     shown = set(spans)
-    rows = [_row(rank, spans[rank], plan, place, shown) for rank in sorted(spans)]
+    rows = [_row(rank, spans[rank], plan, place, shown, "x" if simulated else "slowest of ") for rank in sorted(spans)]
     return {"name": printable(name), "step": timeline.step_ns, "lengths": lengths, "rows": rows}
 
 
-def _row(rank: int, spans: list[Span], plan: Plan, place: Mapping[int, int], shown: set[int]) -> Json:
-    """Return the row of a rank.  shown: the ranks that have rows."""
+def _slowest(spans: Mapping[int, list[Span]], plan: Plan) -> list[int]:
+    """Return of the ranks that run the same stages the one that computes longest, ascending."""
+    found: dict[tuple[int, ...], tuple[int, int]] = {}
+    for rank, own in spans.items():
+        busy_ns = sum(span.end_ns - span.start_ns for span in own if span.action.is_a.role == COMPUTE)
+        stages = plan.decision.stages_of_rank(rank)
+        found[stages] = max(found.get(stages, (-1, 0)), (busy_ns, -rank))
+    return sorted(-rank for _, rank in found.values())
+
+
+def _row(rank: int, spans: list[Span], plan: Plan, place: Mapping[int, int], shown: set[int], many: str) -> Json:
+    """Return the row of a rank.  shown: the ranks that have rows.  many: what stands before their number."""
     decision = plan.decision
     spans.sort(key=lambda span: (span.start_ns, span.end_ns))
     stages = decision.stages_of_rank(rank)
     alike = equal_ranks(plan, rank, shown)
     row: Json = {
-        "label": f"rank {rank}" if alike == 1 else f"rank {rank} (x{alike})",
+        "label": f"rank {rank}" if alike == 1 else f"rank {rank} ({many}{alike})",
         "ranks": alike,
         "stages": list(stages),
         "kinds": "".join(SENDS.get(span.action.kind, span.action.kind) for span in spans),

@@ -12,6 +12,7 @@ from autopart.capture.recent import Recent
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision
 from autopart.ir.size import Size
+from autopart.passes.program.learning import with_forward_only
 from autopart.passes.program.projection import check_gradients_stay, project_plan
 from autopart.runtime.activity import patient
 from autopart.session.executors.evaluation import evaluated_rows, evaluation_decision, evaluation_rule
@@ -55,9 +56,13 @@ def new_executor(
 
 
 def projected(captured: Captured, planned: Graph, decision: Decision) -> Decision:
-    """Return the decision of the training plan for a program that differs from the planned one.  Raises PlanError."""
+    """Return the decision of the training plan for a program that differs from the planned one.  Raises PlanError.
+
+    Stages on which parameters were frozen or unfrozen may have lost or got their backward."""
     same = [(op.name, op.target) for op in captured.graph.ops] == [(op.name, op.target) for op in planned.ops]
-    return decision if same else replace(decision, stages=project_plan(captured.graph, planned, decision))
+    if same:
+        return with_forward_only(decision, captured.graph.learning_ops())
+    return replace(decision, stages=project_plan(captured.graph, planned, decision))
 
 
 class KnownKinds:

@@ -5,10 +5,8 @@ Methods that move data between ranks are collective: call them on all ranks, in 
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,12 +16,11 @@ import torch
 from autopart.capture import CaptureCache
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import CheckpointError, UsageError
-from autopart.ir.timeline import Span, Timeline
+from autopart.ir.timeline import Timeline
 from autopart.options import Options
-from autopart.runtime.group.world import World
 from autopart.session.asynchronous.limits import refuse_in_training, require_stream
 from autopart.session.asynchronous.training import Training
-from autopart.session.pipe.plan import PipePlan
+from autopart.session.pipe.measured import PipeMeasured, gathered
 from autopart.session.session import Session
 from autopart.session.state.checkpoints.saver import Around, HasState, Request, Saver, require_folder
 from autopart.session.state.misuse_guards import short_tracebacks, watch_optimizers, without_backward
@@ -35,7 +32,7 @@ from autopart.session.step.parts import micro_cut
 
 
 @short_tracebacks
-class Pipe(PipePlan):
+class Pipe(PipeMeasured):
     """A planned, running training pipeline; made by `autopart.compile`.
 
     With a sample it is planned at once, without one at the first `step`.  It is a context manager; `close` ends it.
@@ -48,18 +45,24 @@ class Pipe(PipePlan):
 
     def __init__(self, captures: CaptureCache, cluster: Cluster, options: Options, sample: Any = None) -> None:
         super().__init__(captures, cluster, options)
-        self._skipped_in_a_row = 0
         self._unwatch: Callable[[], None] = lambda: None
         self._saver = Saver()
         self._position = DataPosition()
         self.companions["data"] = self._position
         if sample is not None:
             self._bring_up(((sample,), {}))
+        elif first := captures.trained.without_values:  # an optimizer made before the first step would drive it
+            raise UsageError(
+                f"{first} is on the meta device, and compile was given no sample",
+                why="this rank's part of the model has to exist before an optimizer is made for it",
+                fix="pass sample=batch to compile, and weights=",
+            )
 
     def _bring_up(self, arguments: Arguments, *, sharded: bool = False) -> Session:
         session = Session(self._captures, self._cluster, self._options)
         session.bring_up(arguments, sharded=sharded)
         self._session = session
+        self._speeds.follow(session.plan, self._cluster)
         session.calls.pending, session.calls.forget = self._saver.failure, self._saver.forget
         take_masters(session, self._restored)
         self._unwatch = watch_optimizers(session.world.size, lambda: session.tensors, session.kept)
@@ -70,15 +73,16 @@ class Pipe(PipePlan):
     def step(self, *args: Any, sharded: bool = False, scale: float | None = None, **kwargs: Any) -> torch.Tensor:
         """Run one training step: forward and backward of every micro-batch; gradients are added to `.grad`.
 
-        Takes a batch as described in `capture.batch`, or the model's own positional and keyword arguments; None on a
-        rank that needs no data (`needs_data`).  Returns the loss of the whole batch (0-dim, its backward done) on every
-        rank.  Raises BatchError before anything is sent, StageError and WorkerError while running.
+        Takes a batch (a mapping, a tuple, a pair of both, a tensor; with loss_fn a pair of inputs and target), or the
+        model's own positional and keyword arguments; None on a rank that needs no data (`needs_data`).  Returns the
+        loss of the whole batch (0-dim, its backward done) on every rank.  Raises BatchError before anything is sent,
+        StageError and WorkerError while running.
 
-        sharded: whether each rank that needs data is given its own rows (`data_shard`, `data_rows`).  The step equals
-        one over the whole batch that holds, micro-batch by micro-batch, the next rows of each shard.
+        sharded: whether each rank that needs data passes its own rows (`data_shard`, `data_rows`).  The step then
+        equals a step over the whole batch, in which each micro-batch holds the next rows of every shard.
 
-        scale: what the loss is multiplied by for the backward, above 0: `scale=1 / n` in n steps adds up to the mean of
-        their gradients.  The loss that is returned is not multiplied.
+        scale: factor of the loss in the backward, above 0: n steps with `scale=1 / n` add up to the mean of their
+        gradients.  The returned loss is not multiplied.
 
         In fp16 the loss is scaled for the backward (`scaler`), and gradients are unscaled afterwards.  If one is not
         finite, no gradient is added and `skipped` is True: skip `optimizer.step()` then.
@@ -90,10 +94,13 @@ class Pipe(PipePlan):
         scaler, how = self.scaler, self._options.non_finite
         known = 1.0 if scaler is None else scaler.scale
         unscaled = known if scaler is not None or how != "auto" else None
-        loss, overflow = session.loss(
-            "step", (args, kwargs), self._steps, sharded=sharded, scale=known * factor, unscaled=unscaled
-        )
+        with self._meter.step(session):
+            loss, overflow = session.loss(
+                "step", (args, kwargs), self._steps, sharded=sharded, scale=known * factor, unscaled=unscaled
+            )
+        self._meter.loss = loss
         self._steps += 1
+        self._speeds.note(session.computed_ns)
         self._position.advance()
         self._mark_trained()
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if overflow else 0
@@ -109,22 +116,24 @@ class Pipe(PipePlan):
         """Train asynchronously on the batches of an iterable; or set training flags, as a module does.
 
         `train(batches, optimizer=lambda params: AdamW(params, ...))` returns an iterator of the losses of the batches,
-        in order, for plans with schedule="pipedream" or "pipedream-2bw".  Batch after batch enters the pipeline, which
-        stays full: each stage steps its optimizer as soon as a batch has come back to it, and each batch uses one
-        version of the weights of a stage in its forward and its backward.  So losses come some batches later.  A loop
-        over the losses is collective, and each rank is given as many batches; where `needs_data` is False they may be
-        None.  A few batches are taken ahead.
+        in order, for plans with schedule="pipedream" or "pipedream-2bw".  Batches follow each other without a flush, so
+        the pipeline stays full: each stage steps its optimizer as soon as a batch has come back to it, and each batch
+        uses one version of a stage's weights in its forward and its backward.  Losses therefore come some batches late.
+        The loop over the losses is collective, and each rank passes the same number of batches; they may be None where
+        `needs_data` is False.  A few batches are taken ahead.
 
-        optimizer: called on every rank with the list of its parameters; it may return one that exists.  scheduler:
-        called with that optimizer; what it returns is stepped after every step of the optimizer.  Clipping by a norm
-        over all stages has no meaning here and is refused; a rank's optimizer may clip what it holds.
+        optimizer: called on every rank with the list of its parameters; it may return an existing optimizer.
+        scheduler: called with that optimizer; its result is stepped after every step of the optimizer.  Clipping by a
+        norm over all stages is refused, since all gradients never exist at one time; a rank's optimizer may clip its
+        own.
 
-        At the end of the batches, with `flush`, and before every other collective call what is in flight comes back;
-        all stages have then made the updates of all batches.
+        Batches in flight come back at the end of the batches, at `flush`, and before every other collective call.  All
+        stages have then made the updates of all batches.
 
-        With r replicas that take batches in turn a stage makes one update for r batches, with the mean of their
-        gradients.  docs/asynchronous_training.md says which versions of the weights batches use.  Raises UsageError and
-        RefusedError for what cannot be trained like this, before the first batch; while running what `step` raises.
+        With r replicas in turn a stage makes one update for r batches, with the mean of their gradients.
+        docs/asynchronous_training.md states which version of the weights a batch uses.  Raises UsageError and
+        RefusedError before the first batch for a plan or model that cannot be trained like this, and what `step` raises
+        while running.
 
         `train()` and `train(mode)` with a bool set the training flags of the model on this rank.
         """
@@ -147,8 +156,8 @@ class Pipe(PipePlan):
         return (without_backward(loss) for loss in self._training.losses(mode))
 
     def flush(self) -> None:
-        """Let all batches that entered in `train` come back, so that all stages have made the updates of all of them.
-        Collective; it does nothing when nothing is in flight."""
+        """Wait until all batches that entered in `train` have come back and all stages have made their updates.
+        Collective; does nothing if no batch is in flight."""
         with self.session.calls.collective("a flush failed"):
             self.session.flush()
 
@@ -186,15 +195,15 @@ class Pipe(PipePlan):
     ) -> Path:
         """Save a checkpoint from all ranks, and return its folder, `folder/step-00000010` after ten steps.  Collective.
 
-        Every rank writes what it keeps, to a folder that all ranks see; nobody gathers the model.  The folder has the
+        Every rank writes its own part to a folder that all ranks see; no rank gathers the model.  The folder has the
         weights in safetensors by their original names, with the index of Hugging Face's loaders, and
-        `checkpoint.json`.  It appears under its name only when it is whole; a crash at any time leaves the one before.
-        Gradients are not saved: call it after `optimizer.step()`.
+        `checkpoint.json`.  It appears under its name only when it is complete; a crash at any time leaves the previous
+        one.  Gradients are not saved: call it after `optimizer.step()`.
 
-        optimizer: this rank's; its state is kept by the names of the parameters.  scheduler: a learning rate scheduler,
-        alike on every rank.  extra: numbers, texts, lists and dicts; those of rank 0 count.  keep: delete all but the
-        newest `keep` checkpoints afterwards.  wait: False to copy the state to host memory and write it beside
-        training; what fails there is raised by the next call on all ranks, and `close` waits.
+        optimizer: this rank's; its state is saved under the parameters' names.  scheduler: a learning rate scheduler,
+        alike on every rank.  extra: numbers, texts, lists and dicts; those of rank 0 are saved.  keep: delete all but
+        the newest `keep` checkpoints afterwards.  wait: False copies the state to host memory and writes it in the
+        background; a failure there is raised by the next call on all ranks, and `close` waits.
 
         Raises CheckpointError on all ranks; the pipe and earlier checkpoints are then as before.
         """
@@ -213,12 +222,12 @@ class Pipe(PipePlan):
     ) -> Any:
         """Load the newest checkpoint of a folder, or the one whose folder this is, and return its `extra`.  Collective.
 
-        The plan may be another than when it was saved: stages, replicas, ranks, slices, ZeRO, precision.  Each rank
-        reads what it keeps.  Weights, buffers, masters, `steps`, the loss scale, and the state of the optimizer and the
+        The plan may differ from the one that was saved: stages, replicas, ranks, slices, ZeRO, precision.  Each rank
+        reads its own part.  Weights, buffers, masters, `steps`, the loss scale, and the state of the optimizer and the
         scheduler become those of the checkpoint; gradients become None.  Everything is read and compared with its hash
         on all ranks first: after a CheckpointError nothing has changed.
 
-        missing_ok: whether to change nothing and return None if rank 0 finds no checkpoint there, instead of raising.
+        missing_ok: True to change nothing and return None, instead of raising, if rank 0 finds no checkpoint there.
         """
         require_folder(folder, None)
         with self.session.call("load") as session:
@@ -249,7 +258,9 @@ class Pipe(PipePlan):
         with self.traced() as spans:
             self.step(*args, sharded=sharded, **kwargs)
         with self.session.call("timeline") as session:
-            return _gathered(session.world, spans)
+            found = gathered(session.world, spans)
+        self._meter.timeline = session.plan, found
+        return found
 
     @property
     def needs_data(self) -> bool:
@@ -276,10 +287,10 @@ class Pipe(PipePlan):
     ) -> PositionedSampler:
         """Return a batch sampler for `DataLoader(dataset, batch_sampler=...)`, alike on every rank.
 
-        The order of samples follows from (seed, epoch).  `save` keeps the position, in samples that were stepped over,
-        and after `load` the iteration goes on there: each sample comes once in an epoch, whatever the plan, the ranks
-        and `rows`.  Every `step` while an iteration goes on counts as one of its batches.  Raises UsageError for a
-        dataset without a length, and for another dataset size, seed or shuffle than the position has.
+        The order of samples depends only on (seed, epoch).  `save` saves the position, counted in the samples of steps,
+        and after `load` the iteration continues there: each sample comes once in an epoch, even if the plan, the ranks
+        or `rows` change.  During an iteration every `step` counts as one batch.  Raises UsageError for a dataset
+        without a length, and if dataset size, seed or shuffle differ from those of the position.
         """
         return sampler_of(self._position, dataset, rows, seed, shuffle=shuffle, drop_last=drop_last)
 
@@ -290,29 +301,13 @@ class Pipe(PipePlan):
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which prints and writes what is wanted once; also after `close`."""
+        """Whether this is rank 0, for what should be printed or written once; also after `close`."""
         return self.rank == 0
 
     @property
     def world_size(self) -> int:
         """The number of ranks."""
         return self._cluster.world
-
-    @contextlib.contextmanager
-    def traced(self) -> Iterator[list[Span]]:
-        """Record what this rank does in the training steps of the body; in `train` micro-batches and times count on
-        from one flush to the next."""
-        session = self.session
-        session.spans = []
-        try:
-            yield session.spans
-        finally:
-            session.spans = None
-
-    @property
-    def skipped(self) -> bool:
-        """Whether the last step added no gradients, because some on any rank were not finite."""
-        return self._skipped_in_a_row > 0
 
     # -- ending --------------------------------------------------------------------------------------------------
 
@@ -360,10 +355,3 @@ def _stepped(optimizer: Any, scheduler: Any) -> None:
     optimizer.step()
     if scheduler is not None:
         scheduler.step()
-
-
-def _gathered(world: World, mine: list[Span]) -> Timeline:
-    """Return the spans of all ranks, in order of start.  Collective, O(spans).  Each rank counts from its own start of
-    the step, right after the ranks have compared their batches, so times of ranks differ by at most one exchange."""
-    spans = itertools.chain.from_iterable(world.gather_objects(mine))
-    return Timeline(tuple(sorted(spans, key=lambda span: (span.start_ns, span.rank))))

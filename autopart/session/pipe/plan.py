@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -18,6 +19,7 @@ from autopart.session.asynchronous.training import Training
 from autopart.session.pipe.state import PipeState
 from autopart.session.replanning.carried import carrying
 from autopart.session.replanning.replan import Replanned, replan, state_bytes_of
+from autopart.session.replanning.speeds import Speeds, slowed
 from autopart.session.session_plan import Preparing
 from autopart.session.state.checkpoints.contents import driven_names
 from autopart.session.state.misuse_guards import short_tracebacks
@@ -32,6 +34,7 @@ class PipePlan(PipeState):
         self._cluster = cluster
         self._options = options
         self._training: Training | None = None
+        self._speeds = Speeds()
 
     @property
     def cluster(self) -> Cluster:
@@ -49,41 +52,55 @@ class PipePlan(PipeState):
         return f"{stage_table(plan, graph)}captures of this rank: {self._captures.kept}, {self._captures.made} made\n"
 
     def adopt(self, plan: Plan | str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Go on under another plan for the same model, batch and number of ranks: other cuts, micro-batches, schedule.
+        """Continue under another plan for the same model, batch and number of ranks.
 
         Call it between two steps, on every rank; rank 0's plan is used.  Weights, buffers and accumulated gradients
         move to the ranks that need them, and `parameters()` yields others afterwards.
 
-        optimizer: this rank's; it goes on as the same object, with its groups and its state, which moves directly from
-        rank to rank, and a scheduler that drives it goes on too.  Without it make a new optimizer from `parameters()`:
-        the old one is refused where this rank keeps other parameters now.
+        optimizer: this rank's; it stays the same object, with its groups.  Its state moves directly from rank to rank,
+        and its scheduler continues.  Without it make a new optimizer from `parameters()`: the old one is refused if
+        this rank now has other parameters.
 
-        A plan that does not fit raises PlanError or UsageError, and nothing has changed; a `train` that is going on is
-        flushed.  Another plan ends it.
+        A plan that does not fit raises PlanError or UsageError, and nothing changes.  A running `train` is flushed, and
+        ended by another plan.
         """
         self.session.adopt(plan, self._preparing(optimizer))
+        self._speeds.follow(self.session.plan, self._cluster)
         self._end_training("adopt")
 
     def replan(self, optimizer: torch.optim.Optimizer | None = None, *, steps: int | None = None) -> Replanned:
-        """Plan anew for the model as it is, and go on under that plan if it pays.  Call it on every rank.
+        """Make a new plan for the model in its current state, and continue under it if it pays.  Call it on every rank.
 
-        For example after layers were frozen: they need no backward any more, so fewer stages and more replicas may be
-        faster on the same ranks.  The options of `compile` hold, but for a plan that was given there.
+        For example after layers were frozen: they need no backward, so fewer stages and more replicas may be faster on
+        the same ranks.  The options of `compile` apply, except a plan that was passed there.
 
-        optimizer: as for `adopt`.  steps: training steps that remain; the simulated steps that it saves are compared
-        with what the change takes: capturing, making stages, and moving weights and optimizer state, which is measured
-        by sending a part of them.  Without it a plan is adopted if its simulated step is 2 % shorter.
+        Devices that are slower than planned (`stragglers`) count as slow, so that they get fewer rows or ops.
 
-        Returns what was found and done (`Replanned`); its `reason` says it in words.  Raises what `compile` and `adopt`
-        raise; the pipe then goes on under its plan.
+        optimizer: as for `adopt`.  steps: training steps that remain.  A plan is adopted if the time that it saves in
+        these steps, by simulation, exceeds the time of the change: capturing, making stages, and moving weights and
+        optimizer state, which is timed by sending a part of them.  Without steps a plan is adopted if its simulated
+        step is 2 % shorter.
+
+        Returns what was found and done (`Replanned`); its `reason` explains it.  Raises what `compile` and `adopt`
+        raise; the pipe then continues under its old plan.
         """
         if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 0):
             raise UsageError(f"steps is {steps!r}", fix="pass how many training steps remain")
         sizes = state_bytes_of(optimizer, driven_names(self.session, self._placeholder))
-        found = replan(self.session, steps, sizes, self._preparing(optimizer))
+        slowness = self._speeds.judge()
+        machines = slowed(self._cluster, slowness)
+        found = replan(self.session, machines, steps, sizes, self._preparing(optimizer))
         if found.adopted:
+            self._speeds.follow(self.session.plan, machines, slowness)
             self._end_training("replan")
         return found
+
+    @property
+    def stragglers(self) -> Mapping[int, float]:
+        """The ranks whose devices take at least twice as long for their computes as planned, beside the other ranks,
+        and how many times as long: the median of eight steps; or at most half as long as at the last `replan`, which
+        judges them all.  Alike on all ranks, and a warning names them.  Measured in `step` on CPUs."""
+        return self._speeds.stragglers()
 
     def _end_training(self, call: str) -> None:
         if self._training is not None:

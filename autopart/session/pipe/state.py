@@ -17,6 +17,7 @@ from autopart.capture import CaptureCache
 from autopart.ir.errors import UsageError
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan
+from autopart.runtime.activity import current
 from autopart.session.asynchronous.limits import refuse_in_training
 from autopart.session.ranks.agreement import from_rank
 from autopart.session.session import Session
@@ -54,6 +55,8 @@ class PipeState(ModuleSurface):
         self._session: Session | None = None
         self._placeholder = nn.Parameter(torch.empty(0))
         self._steps = 0
+        self._skipped_in_a_row = 0
+        self._clipped: tuple[int, float] = (-1, 0.0)
         self._scaler = LossScaler()
         self._number = next(_NUMBERS)
         self._restored: Mapping[str, torch.Tensor] = {}
@@ -112,6 +115,7 @@ class PipeState(ModuleSurface):
 
     def _mark_trained(self) -> None:
         _TRAINED[self.model] = self._number
+        self.session.world.stepped = True
 
     @property
     def _superseded(self) -> bool:
@@ -120,9 +124,13 @@ class PipeState(ModuleSurface):
 
     @property
     def stop_requested(self) -> bool:
-        """Whether a rank was asked to stop by SIGTERM or SIGUSR1; True on all ranks after the same call, also after
-        `close`.  While a pipe runs, the first SIGTERM does not end its process: save, and leave the loop."""
-        return self._stopped if self._session is None else self._session.world.stop_requested
+        """Whether a rank was asked to stop by SIGTERM or SIGUSR1, or all to make room for ranks that join; True on all
+        ranks after the same call, also after `close`.  While a pipe runs, the first SIGTERM does not end its process:
+        save, and leave the loop."""
+        stopped = self._stopped if self._session is None else self._session.world.stop_requested
+        if stopped and current().asked:
+            current().heeded = 1
+        return stopped
 
     # -- like a module ------------------------------------------------------------------------------------------
 
@@ -198,7 +206,10 @@ class PipeState(ModuleSurface):
             raise UsageError(f"norm_type is {norm_type}", fix="use a positive number or float('inf')")
         refuse_in_training(self.plan, "clipping by the norm of all gradients")
         with self.session.call("clip_grad_norm_") as session:
-            return clip_gradients(session, max_norm, norm_type)
+            norm = clip_gradients(session, max_norm, norm_type)
+        if norm_type == 2:
+            self._clipped = self._steps, float(norm)
+        return norm
 
     # -- state ---------------------------------------------------------------------------------------------------
 

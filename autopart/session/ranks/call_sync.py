@@ -15,7 +15,8 @@ from autopart.session.ranks.agreement import raise_first
 
 NAMES = (
     "step", "eval_loss", "predict", "gradients", "clip_grad_norm_", "state_dict", "sync_model", "adopt", "timeline",
-    "close", "compile", "train", "flush", "full_parameters", "save", "load", "save_pretrained", "replan",
+    "close", "compile", "train", "flush", "full_parameters", "save", "load", "save_pretrained", "replan", "metrics",
+    "freeze",
 )  # fmt: skip
 END = "the end of the batches"
 """Stands for the signature of a batch where the batches of a rank have ended."""

@@ -9,13 +9,14 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 from autopart.files.checkpoints.document import OptimizerState
 from autopart.ir.errors import CheckpointError, UsageError
-from autopart.runtime.moves import Route, move_tensors
+from autopart.runtime.moves import move_tensors
 from autopart.session.executors.executor import RankContext
 from autopart.session.ranks.agreement import together
 from autopart.session.session import Session
@@ -23,6 +24,7 @@ from autopart.session.state.checkpoints.contents import driven_names
 from autopart.session.state.checkpoints.optimizers import adopt_state, joined, part_of
 
 _MOVING = "moving the optimizer's state to another plan"
+T = TypeVar("T")
 Key = tuple[str, str]
 """Name of a parameter, and what the optimizer calls a part of its state."""
 
@@ -76,7 +78,9 @@ def carrying(
             for key, kind in where.items()
             if world.rank in wanting.get(key[0], ()) and world.rank not in having[key]
         }
-        routes = spread(having, {key: wanting.get(key[0], ()) for key in where}, where)
+        sizes = {key: kind.nbytes for key, kind in where.items()}
+        found = spread(having, {key: wanting.get(key[0], ()) for key in where}, sizes)
+        routes = [(_joined(key), source, target) for key, source, target in found]
         move_tensors(world, routes, {_joined(key): tensor for key, tensor in {**part.tensors, **arriving}.items()})
         _give(optimizer, whole, {**part.tensors, **arriving}, _kept(session, context, optimizer, names), placeholder)
 
@@ -84,18 +88,18 @@ def carrying(
 
 
 def spread(
-    having: Mapping[Key, Sequence[int]], wanting: Mapping[Key, Sequence[int]], kinds: Mapping[Key, Kind]
-) -> list[Route]:
+    having: Mapping[T, Sequence[int]], wanting: Mapping[T, Sequence[int]], sizes: Mapping[T, int]
+) -> list[tuple[T, int, int]]:
     """Return routes to every rank that wants a tensor and lacks it, from the one that sends fewest bytes until then
     among those that have it.  O(routes * ranks that have a tensor)."""
-    routes: list[Route] = []
+    routes: list[tuple[T, int, int]] = []
     sent: Counter[int] = Counter()
     for key, sources in having.items():
         for target in wanting[key]:
             if target not in sources:
                 source = min(sources, key=lambda rank: (sent[rank], rank))
-                sent[source] += kinds[key].nbytes
-                routes.append((_joined(key), source, target))
+                sent[source] += sizes[key]
+                routes.append((key, source, target))
     return routes
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -12,6 +13,7 @@ from autopart.ir.graph import Graph
 from autopart.runtime.group.world import World
 from autopart.runtime.moves import move_tensors
 from autopart.session.placement import Placement, routes
+from autopart.session.replanning.carried import spread
 
 Pairs = Mapping[tuple[int, int], int]
 """Bytes by sending and receiving rank."""
@@ -19,19 +21,37 @@ PROBE_SHARE, LEAST_PROBE, MOST_PROBE = 0.05, 1 << 20, 32 << 20
 """Part of what moves that is sent on trial, and its limits in bytes for each pair of ranks."""
 
 
-def moved_bytes(
-    graph: Graph, old: Placement, new: Placement, state_bytes: Mapping[str, int]
-) -> dict[tuple[int, int], int]:
-    """Return the bytes that move when `new` follows `old`.
+@dataclass(frozen=True, slots=True)
+class KeptBytes:
+    """The bytes that a rank keeps besides the tensors of the model, by parameter.
 
-    state_bytes: of the optimizer's state of each parameter, which moves to the ranks that keep it.
-    O(parameters * ranks)."""
+    state: of the optimizer.  beside: of the master weight and the gradient, of parameters that the rank owns.
+    """
+
+    state: Mapping[str, int]
+    beside: Mapping[str, int]
+
+
+def moved_bytes(graph: Graph, old: Placement, new: Placement, kept: Sequence[KeptBytes]) -> dict[tuple[int, int], int]:
+    """Return the bytes that move when `new` follows `old`, by the pair of ranks.
+
+    kept: by each rank.  Tensors, masters and gradients come from the rank that owns them (`placement.relocate`), the
+    optimizer's state from any that has it (`carried.spread`).  O(parameters * ranks)."""
     sizes = {param.name: param.size_bytes for param in graph.params}
+    beside = {name: size for own in kept for name, size in own.beside.items()}
     pairs: Counter[tuple[int, int]] = Counter()
     for name, source, target in routes(old.owners, old.holders, new.holders):
         pairs[source, target] += sizes.get(name, 0)
     for name, source, target in routes(old.owners, old.keepers, new.keepers):
-        pairs[source, target] += state_bytes.get(name, 0)
+        pairs[source, target] += beside.get(name, 0)
+    having: dict[str, list[int]] = {}
+    state: dict[str, int] = {}
+    for rank, own in enumerate(kept):
+        for name, size in own.state.items():
+            having.setdefault(name, []).append(rank)
+            state.setdefault(name, size)
+    for name, source, target in spread(having, {name: new.keepers.get(name, ()) for name in having}, state):
+        pairs[source, target] += state[name]
     return dict(pairs)
 
 

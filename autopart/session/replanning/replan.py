@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
+from autopart.ir.cluster import Cluster
 from autopart.ir.plan import Plan
 from autopart.ir.size import Size
 from autopart.planning.make import make_plan
@@ -16,7 +18,7 @@ from autopart.planning.simulated import simulated_step_ns
 from autopart.session.executors.kinds import projected
 from autopart.session.placement import placement_of
 from autopart.session.ranks.agreement import from_rank, together
-from autopart.session.replanning.moving import Pairs, moved_bytes, predicted_s
+from autopart.session.replanning.moving import KeptBytes, Pairs, moved_bytes, predicted_s
 from autopart.session.session import Session
 from autopart.session.session_plan import Preparing
 
@@ -48,31 +50,34 @@ class Replanned:
 
 @dataclass(frozen=True, slots=True)
 class _Proposal:
-    """What rank 0 tells all ranks: the best plan, the step of the one that runs, and the bytes that move."""
+    """What rank 0 tells all ranks: the best plan, whether it is the one that runs, the step of that one, and the bytes
+    that move."""
 
     plan: Plan
+    runs: bool
     now_ns: int
     pairs: Pairs
 
 
-def replan(session: Session, steps: int | None, state_bytes: Mapping[str, int], prepare: Preparing) -> Replanned:
+def replan(
+    session: Session, machines: Cluster, steps: int | None, state_bytes: Mapping[str, int], prepare: Preparing
+) -> Replanned:
     """Plan anew for the model as it is, and go on under that plan if it pays.  Collective; see `Pipe.replan`.
 
+    machines: the cluster with its devices as fast as they are now.
     state_bytes: of the optimizer's state of each parameter on this rank.  prepare: as for `Session.adopt`."""
     world = session.world
     with session.call("replan"):
         began = time.perf_counter()
         with together(world, "reading the model"):
             session.follow_model(training=True)
-        known: dict[str, int] = {}
-        for own in world.gather_objects({**state_bytes}):
-            known |= own
-        proposal = from_rank(world, 0, "planning", partial(_proposed, session, known))
+        known = world.gather_objects(KeptBytes({**state_bytes}, _beside(session)))
+        proposal = from_rank(world, 0, "planning", partial(_proposed, session, machines, known))
         planning_s = time.perf_counter() - began
         preparing_s = max(row[0] for row in world.gather_numbers([session.preparing_s]))
         pause_s = preparing_s + predicted_s(world, proposal.pairs)
     plan = proposal.plan
-    adopted, reason = _judged(proposal, session.plan, steps, pause_s)
+    adopted, reason = _judged(proposal, steps, pause_s)
     took_s = moving_s = 0.0
     if adopted:
         began = time.perf_counter()
@@ -85,10 +90,21 @@ def replan(session: Session, steps: int | None, state_bytes: Mapping[str, int], 
     )  # fmt: skip
 
 
-def _proposed(session: Session, state_bytes: Mapping[str, int]) -> _Proposal:
+def _beside(session: Session) -> dict[str, int]:
+    """Return the bytes of the master weight and the gradient of each parameter that this rank owns."""
+    owners, tensors = session.context.placement.owners, session.tensors
+    sizes: Counter[str] = Counter()
+    for name, tensor in tensors.driven.items():
+        if owners.get(name) == session.world.rank:
+            sizes[name] += tensor.nbytes if name in tensors.masters.by_name else 0
+            sizes[name] += tensor.grad.nbytes if tensor.grad is not None else 0
+    return dict(sizes)
+
+
+def _proposed(session: Session, cluster: Cluster, kept: Sequence[KeptBytes]) -> _Proposal:
     """Return the best plan for the model as it is, and how it compares with the one that runs.  On rank 0."""
     options = replace(session.options, plan=None)
-    batch, cluster, captures = session.batch, session.cluster, session.captures
+    batch, captures = session.batch, session.captures
     best = make_plan(captures, batch, cluster, options)
     running = session.plan
     captured = captures(batch, Size(max(running.micro_rows)))
@@ -96,13 +112,14 @@ def _proposed(session: Session, state_bytes: Mapping[str, int]) -> _Proposal:
     now_ns = simulated_step_ns(replace(running, decision=decision), captured, captures, batch, cluster, options)
     graph = best.captured.graph
     placement = placement_of(graph, best.plan.decision)
-    return _Proposal(best.plan, now_ns, moved_bytes(graph, session.context.placement, placement, state_bytes))
+    runs = best.plan.decision == decision
+    return _Proposal(best.plan, runs, now_ns, moved_bytes(graph, session.context.placement, placement, kept))
 
 
-def _judged(proposal: _Proposal, running: Plan, steps: int | None, pause_s: float) -> tuple[bool, str]:
+def _judged(proposal: _Proposal, steps: int | None, pause_s: float) -> tuple[bool, str]:
     """Return whether to go on under the proposed plan, and why."""
-    plan, now_s, then_s = proposal.plan, proposal.now_ns * 1e-9, proposal.plan.step_ns * 1e-9
-    if plan.decision == running.decision:
+    now_s, then_s = proposal.now_ns * 1e-9, proposal.plan.step_ns * 1e-9
+    if proposal.runs:
         return False, "the plan that runs is still the best one"
     gain_s = now_s - then_s
     compared = f"a step would take {then_s * 1e3:.1f} ms instead of {now_s * 1e3:.1f} ms (simulated)"

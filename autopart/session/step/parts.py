@@ -19,6 +19,7 @@ from autopart.passes.program.routing import route, tied
 from autopart.passes.program.verify import check_program
 from autopart.runtime.sums.replicas import Replicated
 from autopart.session.code.split import own_updates
+from autopart.session.placement import Placement
 
 
 def micro_cut(rows: int, planned: Sequence[int]) -> tuple[int, ...]:
@@ -87,11 +88,12 @@ def require_same_batch(digests: Sequence[float], ranks: Sequence[int]) -> BatchE
 
 
 def training_program(
-    decision: Decision, graph: Graph, prologue: Collection[str], statistics: tuple[int, ...]
+    decision: Decision, graph: Graph, prologue: Collection[str], placement: Placement, statistics: tuple[int, ...]
 ) -> Program:
-    """Return the verified program of a training step.  prologue: as for `routing.route`.  statistics: stages whose
-    replicas share batch statistics.  Raises ProgramError, and RefusedError (`require_buffers_in_order`)."""
-    program = replace(route(decision, graph, prologue), statistics=statistics)
+    """Return the verified program of a training step.  prologue: as for `routing.route`.  placement: of the plan.
+    statistics: stages whose replicas share batch statistics.  Raises ProgramError, and RefusedError
+    (`require_buffers_in_order`)."""
+    program = replace(route(decision, graph, prologue, placement.sharing_stages), statistics=statistics)
     check_program(program, decision.schedule)
     require_buffers_in_order(program, decision, graph)
     return program

@@ -56,8 +56,10 @@ class StageBlocks:
 def recomputed_stage(space: SearchSpace, context: StageContext, spare_bytes: int = 0) -> Stage:
     """Return the stage with the quickest recomputation that fits its devices, found once for each context.
 
-    spare_bytes: memory to leave free.
+    spare_bytes: memory to leave free.  A stage without a backward recomputes nothing.
     """
+    if context.stage.forward_only:
+        return context.stage
     limit = space.costs.cluster.least_memory_bytes(context.stage.ranks) - spare_bytes
     key = limit, context
     if key not in space.recomputed:

@@ -253,6 +253,8 @@ def drawn_parts(p: Decision, g: Graph) -> list[list[str]]:
     parts: list[list[str]] = [[] for _ in range(p.world)]
     for turns in worker_orders(schedule, Shape(stages, micros)):
         for kind, s, i in turns:
+            if kind != "F" and p.stages[s].forward_only:
+                continue
             into = (
                 [e.src for e in links if e.dst == s]
                 if kind == "F"
@@ -273,7 +275,7 @@ def drawn_parts(p: Decision, g: Graph) -> list[list[str]]:
     for part in parts:
         part += ["0A"] * (p.world > 1)
     for s, stage in enumerate(p.stages):
-        for rank in stage.ranks:
+        for rank in stage.ranks if not stage.forward_only else ():
             parts[rank].append(f"{s}O")
     return parts
 
@@ -286,7 +288,7 @@ def test_each_rank_plays_what_is_drawn(g: Graph, data: st.DataObject) -> None:
 
 
 def test_replicas_play_the_same_and_sum_their_gradients() -> None:
-    g = graph("a <- x; b <- a")
+    g = graph("a +w <- x; b <- a")
     p = Decision(3, (Stage(("a",), (0, 2)), Stage(("b",), (1,))), (2,), "1f1b")
     program = check_program(route(p, g), "1f1b")
     assert str(program) == "0F0 0SF0>1 1F0 1B0 1SB0>0 0B0 0R 0A 0O 1O"

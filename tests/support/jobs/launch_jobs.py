@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from autopart.ir.errors import BatchError, StageError
-from autopart.runtime.activity import set_activity, set_rank_label
+from autopart.runtime.activity import current, set_activity, set_rank_label
 
 ENV = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 
@@ -162,3 +162,25 @@ def activity_forever() -> None:
     if rank() != 0:
         set_activity("waiting for a batch")
         threading.Event().wait()
+
+
+def die_and_return() -> tuple[int, str, str]:
+    """Kill rank 1 in the first generation, leave in the second one when the launcher asks for it; return the
+    generation, the device of this rank and the devices that have ranks."""
+    generation = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if generation == 0 and rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while generation < 2 and not current().asked:
+        time.sleep(0.05)
+    current().heeded = int(generation < 2)
+    return generation, os.environ["LOCAL_RANK"], os.environ["AUTOPART_DEVICES"]
+
+
+def finish_unheeding() -> int:
+    """Wait until the launcher asks for a stop, and end as if the script had not looked; return the generation."""
+    generation = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if generation == 0 and rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while not current().asked:
+        time.sleep(0.05)
+    return generation

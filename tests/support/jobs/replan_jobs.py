@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import autopart
+from autopart.runtime import moves
+from autopart.session import placement
+from autopart.session.replanning import carried
 from autopart.session.replanning.replan import Replanned
 from support.jobs.step_jobs import refusal_of
 
@@ -146,3 +150,32 @@ def forgotten(plans: Sequence[autopart.Plan]) -> Any:
         pipe.adopt(plans[0], optimizer)
         optimizer.step()
         return error
+
+
+def moved(dtype: torch.dtype) -> tuple[int, int]:
+    """Freeze layers while gradients are there, and plan anew; return the bytes that were said to move, and those that
+    this rank sent."""
+    sent: list[int] = []
+    real = moves.move_tensors
+
+    def counting(world: Any, routes: Any, tensors: Any) -> None:
+        sent.extend(tensors[name].nbytes for name, source, _ in routes if source == world.rank)
+        real(world, routes, tensors)
+
+    options: dict[str, Any] = {"stages": 2, "replicas": 1, "micro_batches": 2, "master_weights": dtype != torch.float64}
+    with autopart.compile(
+        Tower().to(dtype), "cpu:2", sample=batch(0).to(dtype), costs="analytic", cache=False, **options
+    ) as pipe:
+        optimizer = OPTIMIZERS["adamw"](pipe.parameters())
+        for step in range(2):
+            pipe.zero_grad()
+            pipe.step(batch(step).to(dtype))
+            optimizer.step()
+        freeze(pipe.model, [4], 0)
+        pipe.model.first.requires_grad_(False)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(placement, "move_tensors", counting)
+            patch.setattr(carried, "move_tensors", counting)
+            found = pipe.replan(optimizer, steps=10_000_000)
+        assert found.adopted, found.reason
+        return found.moved_bytes, sum(sent)

@@ -94,6 +94,21 @@ def plan_of(g: Graph, c: Cluster, *, micros: int = 4, rows: tuple[int, ...] | No
     return build(source(g, c), c, PlanRequest(((1,) * micros if rows is None else rows,), **request))
 
 
+def frozen(g: Graph, count: int) -> Graph:
+    """Return the graph with the parameters of its first ops frozen: what then has no backward costs none."""
+    names = {name for op in g.ops[:count] for name in op.params}
+    params = tuple(replace(p, trainable=p.trainable and p.name not in names) for p in g.params)
+    trained = {p.name for p in params if p.trainable}
+    grads: set[str] = set()
+    ops = []
+    for op in g.ops:
+        learns = not (trained.isdisjoint(op.params) and grads.isdisjoint(op.reads))
+        grads.update(op.writes if learns else ())
+        ops.append(op if learns else replace(op, cost=replace(op.cost, bwd_ns=0, saved_bytes=0)))
+    values = tuple(replace(v, grad=v.grad and v.name in grads) for v in g.values)
+    return replace(g, values=values, params=params, ops=tuple(ops))
+
+
 # ---- strategies ----------------------------------------------------------------------------------------------------
 
 
@@ -115,7 +130,7 @@ def graphs(draw: st.DrawFn, *, least: int = 1, most: int = 12, free: bool = True
             pool = [*constant, "x", "y"]
             reads = draw(st.lists(st.sampled_from(pool), max_size=2, unique=True))
             constant += [f"v{i}", second[1:]] if second else [f"v{i}"]
-            name, extra = f"v{i}{second}-:{draw(st.integers(0, 1))}", draw(st.sampled_from(["", " ~c", " !"]))
+            name, extra = f"v{i}{second}-:{draw(st.integers(0, 1))}/0", draw(st.sampled_from(["", " ~c", " !"]))
         else:
             reads = draw(st.lists(st.sampled_from(before), min_size=1, max_size=3, unique=True))
             name = f"v{i}{second}:{draw(small)}/{draw(small)}"

@@ -46,13 +46,14 @@ class Case:
         return route(made, graph(self.graph_text))
 
 
-def chain_text(stages: int, skips: tuple[int, ...] = ()) -> str:
-    """The graph of a chain of ops; skips: ops whose values the op after the next one reads too."""
+def chain_text(stages: int, skips: tuple[int, ...] = (), frozen: int = 0) -> str:
+    """The graph of a chain of ops; skips: ops whose values the op after the next one reads too.  frozen: the first ops,
+    which have no backward."""
     reads = [[f"v{s - 1}"] if s else ["x"] for s in range(stages)]
     for s in skips:
         if s + 2 < stages:
             reads[s + 2].append(f"v{s}")
-    return "; ".join(f"v{s}:1 #4 <- {' '.join(own)}" for s, own in enumerate(reads))
+    return "; ".join(f"v{s}{'-' * (s < frozen)}:1 #4 <- {' '.join(own)}" for s, own in enumerate(reads))
 
 
 Messages = dict[Message, tuple[int, tuple[PortLoad, ...]]]
@@ -63,7 +64,8 @@ def messages(links: tuple[Edge, ...], homes: tuple[int, ...], after_ns: int) -> 
     found: Messages = {}
     for edge in links if after_ns else ():
         if homes[edge.src] != homes[edge.dst]:
-            for src, dst, way in ((edge.src, edge.dst, FORWARD), (edge.dst, edge.src, BACKWARD)):
+            back = ((edge.dst, edge.src, BACKWARD),) if edge.grads else ()
+            for src, dst, way in ((edge.src, edge.dst, FORWARD), *back):
                 port = (0, len(found))
                 found[src, dst, way] = (1, (PortLoad(after_ns - 1, ((port, False),), (1.0,), (10**9,)),))
     return found
@@ -90,8 +92,16 @@ def even(
 
 
 @st.composite
-def cases(draw: st.DrawFn, most_workers: int = 4, most_micros: int = 6, *, kept_at_most_held: bool = False) -> Case:
-    """Any times, placements and memory, with room for at least one micro-batch."""
+def cases(
+    draw: st.DrawFn,
+    most_workers: int = 4,
+    most_micros: int = 6,
+    *,
+    kept_at_most_held: bool = False,
+    freezing: bool = False,
+) -> Case:
+    """Any times, placements and memory, with room for at least one micro-batch.  freezing: whether the first stages may
+    be forward only."""
     workers, micros = draw(st.integers(1, most_workers)), draw(st.integers(1, most_micros))
     stages = workers * draw(st.integers(1, 3))
     in_order = placed(draw(st.sampled_from([LOOP, V])), stages, workers) or tuple(range(stages))
@@ -99,14 +109,16 @@ def cases(draw: st.DrawFn, most_workers: int = 4, most_micros: int = 6, *, kept_
     drawn = draw(st.just(in_order) | free.map(tuple))
     number = {home: i for i, home in enumerate(dict.fromkeys(drawn))}  # workers count in the order of their stages
     homes = tuple(number[home] for home in drawn)
-    rows = tuple(Stage((f"v{s}",), (homes[s],)) for s in range(stages))
+    frozen = draw(st.integers(0, stages - 1)) if freezing else 0
+    rows = tuple(Stage((f"v{s}",), (homes[s],), forward_only=s < frozen) for s in range(stages))
     decision = Decision(len(number), rows, (1,) * micros, SEARCHED)
-    text = chain_text(stages, tuple(draw(st.lists(st.integers(0, stages), max_size=2))))
+    text = chain_text(stages, tuple(draw(st.lists(st.integers(0, stages), max_size=2))), frozen)
 
     def amounts(least: int) -> tuple[int, ...]:
         return tuple(draw(st.lists(st.integers(least, 9), min_size=stages, max_size=stages)))
 
-    fwd, back, weight, held = amounts(1), amounts(1), amounts(0), amounts(0)
+    fwd = amounts(1)
+    back, weight, held = ((0,) * frozen + amounts(least)[frozen:] for least in (1, 0, 0))
     most = held if kept_at_most_held else tuple(size + 2 for size in held)
     kept = tuple(draw(st.integers(0, size)) if taken else 0 for size, taken in zip(most, weight, strict=True))
     needed = [sum(max(held[s], kept[s]) for s in range(stages) if homes[s] == w) for w in range(len(number))]

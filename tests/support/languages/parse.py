@@ -22,7 +22,7 @@ _DECISION = re.compile(
     r"schedule (\S*), micro-batches of ([\d ]*) rows(?:, slices of ([\d ]*) tokens)?, world (-?\d+)(?:, zero (\d+))?"
     r"(?:, buckets of (\d+) bytes)?$"
 )
-_STAGE = re.compile(r"stage on ([-\d ]*?)(?: in shares ([\d ]+?))?( in turn)?:(.*)$")
+_STAGE = re.compile(r"stage on ([-\d ]*?)(?: in shares ([\d ]+?))?( in turn)?( forward only)?:(.*)$")
 _SEPARATOR = re.compile(r"[;\n]")
 _LANGUAGE = "see support.languages.text"
 _SHOWN = 200  # characters of a statement that a message quotes
@@ -252,8 +252,8 @@ def parse_decision(text: str) -> Decision:
         word, *group = line.split()
         if found:
             shares = _numbers(found[2] or "", line)
-            ops, ranks = tuple(found[4].split()), _numbers(found[1], line)
-            stages.append(Stage(ops, ranks, (), shares, "turn" if found[3] else "split"))
+            ops, ranks = tuple(found[5].split()), _numbers(found[1], line)
+            stages.append(Stage(ops, ranks, (), shares, "turn" if found[3] else "split", bool(found[4])))
         elif word == "order":
             order.append(" ".join(group))
         elif word == "recompute" and stages:

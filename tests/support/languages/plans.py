@@ -41,7 +41,7 @@ def _stages(draw: st.DrawFn, ops: tuple[str, ...], ranks: tuple[int, ...]) -> St
     """Draw a stage on one rank or on all of `ranks` that recomputes up to two groups of its ops."""
     again = draw(st.integers(0, len(ops)))
     groups = tuple(group for group in (ops[: again // 2], ops[again // 2 : again]) if group)
-    return Stage(ops, ranks if draw(st.booleans()) else ranks[:1], groups)
+    return Stage(ops, ranks if draw(st.booleans()) else ranks[:1], groups, forward_only=draw(st.booleans()))
 
 
 @st.composite

@@ -179,6 +179,7 @@ def decision_text(decision: Decision) -> str:
     for stage in decision.stages:
         how = f" in shares {' '.join(map(str, stage.shares))}" if stage.shares else ""
         how += " in turn" if stage.policy == "turn" else ""
+        how += " forward only" if stage.forward_only else ""
         lines.append(f"stage on {' '.join(map(str, stage.ranks))}{how}: {' '.join(stage.ops)}".rstrip())
         lines += [f"  recompute {' '.join(group)}".rstrip() for group in stage.recompute]
     lines += [f"order {text}".rstrip() for text in decision.order]

@@ -3,6 +3,8 @@
 `Options` is the list: what each option means, in groups, its type and its default; `_CHECKS` has the possible values.
 `OptionsDict` repeats the names with the types that a caller may pass, for editors and type checkers.  The docstrings of
 `autopart.api` and the flags of the command line are generated from this list.
+
+May enter: what an option is, and how its value is read; another file says what else callers may have meant.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from autopart.ir.errors import UsageError
 from autopart.ir.plan import Plan, Precision
 from autopart.ir.program import MAX_BUCKET_BYTES
 from autopart.ir.shares import POLICIES, Policy
+from autopart.options.other_names import unknown
 from autopart.passes.program.given import given_schedule
 from autopart.passes.program.orders import Order, Schedule
 from autopart.passes.program.schedules import names, register
@@ -69,13 +72,14 @@ class OptionsDict(TypedDict, total=False):
     transport: Literal["auto", "nccl", "gloo"] | None
     backend: Literal["eager", "inductor", "auto"] | None
     steps: int | None
+    weights: str | os.PathLike[str] | None
     pad_to: Iterable[int] | None
     pad_with: Mapping[str, float | None] | None
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Options.  What is left out, or None, is decided by the planner or has the default that is named.
+    """Options.  The planner decides what you leave out, or pass as None, unless a default is named.
 
     The options that matter first:
         loss_fn         loss_fn(output, target) -> scalar, for a model that does not return its loss
@@ -93,19 +97,19 @@ class Options:
                         a rank "interleaved", "zb-v"; "searched" for this plan; asynchronous "pipedream" and
                         "pipedream-2bw" (`Pipe.train`); or a function of your own, (stages, micro-batches) -> computes
                         of each stage in order
-        stages_per_rank number of stages that each rank runs; "auto" tries 1, 2, 4 and 8 where stages= and cuts= leave
-                        that open; stages= counts the stages of all ranks
+        stages_per_rank number of stages that each rank runs; "auto" tries 1, 2, 4 and 8 if stages= and cuts= allow
+                        it; stages= counts the stages of all ranks
         cuts            module paths at which a stage begins
         together        module paths, or groups of them, inside which no stage begins
         pins            stage that runs a module: {module path: number of the stage}
         token_slices    cut the sequences of a causal model into slices that run on different stages at once
-                        (TeraPipe): a number of slices, or their lengths; "auto" cuts where that shortens the step;
+                        (TeraPipe): a number of slices, or their lengths; "auto" slices if that shortens the step;
                         None keeps sequences whole
 
     Memory:
         recompute       activation checkpointing: "auto" (what the model checkpoints, and more when memory would not
                         suffice), "off", "all", or patterns of module paths: these modules and nothing else
-        zero            share the optimizer's state among the replicas of a stage (ZeRO-1): 1, 0, or "auto" (where that
+        zero            share the optimizer's state among the replicas of a stage (ZeRO-1): 1, 0, or "auto" (if that
                         shortens the step, or memory would otherwise not suffice)
         master_weights  keep fp32 master weights of bf16 and fp16 parameters: `Pipe.parameters` yields the masters, and
                         the model gets their rounded values before every run
@@ -119,8 +123,8 @@ class Options:
     Search:
         plan            a Plan or the path of a plan file, instead of the options that it decides
         costs           times of ops: "measured" on this machine, "analytic" from FLOPs and bytes, "auto" (measured
-                        where the device is present and the model has weights), "compiled" (as backend="inductor" runs
-                        them, which it uses unasked), or a function of your own
+                        if the device is present and the model has weights), "compiled" (measured in compiled code,
+                        the default with backend="inductor"), or a function of your own
         prove           seconds for CP-SAT to bound the step of the chosen stages; 0 for none
         cache           reuse the plan that answered the same question before; False searches again
         watch           watch(phase, best step in ns or 0, lower bound in ns or 0), called during the search
@@ -129,17 +133,20 @@ class Options:
         loss_reduction  how the losses of rows combine: "auto" derives it; "mean", "sum", "token-mean" are checked
         non_finite      what a step does when a gradient is infinite or NaN on any rank: "skip" adds nothing and sets
                         `Pipe.skipped`, "raise" raises NonFiniteError, "auto" skips in fp16 and otherwise does not check
-        seed            seed of dropout
+        seed            seed of dropout, and of weights="init"
         timeout         seconds that a rank waits for another one before it fails and names that rank; capture and
                         planning do not count; None is AUTOPART_TIMEOUT_S, else 600
         transport       what carries messages: "nccl" (a CUDA device for each rank), "gloo" (CPUs, and CUDA devices
                         that ranks may share), "auto" (NCCL for CUDA devices)
-        backend         what runs the ops of a stage: "eager"; "inductor", which compiles them first (needs a C++
-                        compiler for CPUs, Triton for CUDA), and what cannot be compiled runs eagerly, with a warning;
-                        "auto", which compiles where steps= pays for it
-        steps           number of optimizer steps that are to come, for backend="auto"; None is unknown: eager
-        pad_to          lengths to the next of which sequences are padded: pad_to=(128, 256, 512)
-        pad_with        fillers for keys of the batch that are not usual ones: {key: number, or None to leave it}
+        backend         what runs the ops of a stage: "eager"; "inductor", which compiles them (needs a C++ compiler
+                        for CPUs, Triton for CUDA; what cannot be compiled runs eagerly, with a warning); "auto", which
+                        compiles if steps= are enough to pay for it
+        steps           number of optimizer steps ahead, for backend="auto"; None is unknown: eager
+        weights         values of a model that was built on the meta device, of which each rank makes its own part:
+                        a safetensors file, a folder of them, or a checkpoint; "init" runs the model's own
+                        initialisation with seed=
+        pad_to          lengths: sequences are padded to the next of them, pad_to=(128, 256, 512)
+        pad_with        values that pad further keys of the batch: {key: number, or None to leave it as it is}
     """
 
     loss_fn: LossFn | None = None
@@ -172,6 +179,7 @@ class Options:
     transport: str = "auto"
     backend: str = "eager"
     steps: int | None = None
+    weights: str | None = None
     pad_to: tuple[int, ...] = ()
     pad_with: Mapping[str, Any] = field(default_factory=dict)
 
@@ -206,6 +214,10 @@ _PRECISIONS = {
 
 def _precision(value: Any) -> Any:
     return next((name for name, others in _PRECISIONS.items() if value in others), value)
+
+
+def _weights(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def _schedule(value: Any) -> Any:
@@ -250,6 +262,7 @@ _CONVERTERS: dict[str, Callable[[Any], Any]] = {
     "recompute": _recompute,
     "bucket_bytes": _bytes,
     "pad_to": _tuple,
+    "weights": _weights,
 }
 """How a value is brought to the form of `Options`; a value that cannot be is left to the check."""
 
@@ -321,6 +334,10 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "steps": (_is_count, "use the number of optimizer steps that are to come, or None if it is not known"),
     "seed": (lambda value: isinstance(value, int), "use an integer"),
     "timeout": (lambda value: _is_seconds(value) and value > 0, "use a number of seconds above 0, such as timeout=600"),
+    "weights": (
+        lambda value: isinstance(value, str) and bool(value),
+        'pass a safetensors file, a folder with such files, the folder of a checkpoint, or "init"',
+    ),
     "pad_to": (are_lengths, "use lengths of sequences in tokens: pad_to=(128, 256, 512)"),
     "pad_with": (are_fillers, 'map keys of the batch to numbers, or to None: pad_with={"token_weights": 0.0}'),
 }
@@ -343,37 +360,6 @@ def read_value(name: str, value: Any) -> Any:
     return value
 
 
-# ---- names that are not options --------------------------------------------------------------------------------------
-
-_MICROS = "micro_batches= is the number of micro-batches of a step"
-_OTHER_NAMES = {
-    "n_microbatches num_microbatches num_micro_batches n_micro_batches microbatches chunks": _MICROS,
-    "gradient_accumulation_steps accumulate_grad_batches": f"{_MICROS}; the sample is the batch of all of them",
-    "micro_batch_size microbatch_size train_micro_batch_size_per_gpu": f"{_MICROS}: batch rows / micro_batch_size",
-    "virtual_pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage interleave_factor n_local_stages": (
-        "stages_per_rank= is the number of stages of each rank"
-    ),
-    "num_stages n_stages pp pp_size pipeline_parallel_size pipeline_model_parallel_size": "stages= is their number",
-    "dp dp_size data_parallel_size num_replicas": "replicas= is the number of devices of each stage",
-    "split_points split_spec balance": "cuts= takes the module paths at which a stage begins",
-    "batch example_args example_inputs example_kwargs mb_args inputs": "sample= takes one whole batch",
-    "loss criterion": "loss_fn= takes the loss function",
-    "dtype amp autocast mixed_precision bf16 fp16": 'precision= takes "fp32", "bf16" or "fp16"',
-    "activation_checkpointing gradient_checkpointing checkpoint remat": 'recompute= takes "auto", "off" or "all"',
-    "zero_stage zero_optimization sharding_strategy": 'zero= takes 0, 1 or "auto"',
-    "bucket_cap_mb": "bucket_bytes= is the size of a bucket in bytes",
-    "compress": "gradients are always summed exactly; drop it",
-}
-"""What to use instead of options of torch, DeepSpeed, Megatron, Lightning and Accelerate."""
-
-
-def _unknown(name: str) -> UsageError:
-    other = next((advice for words, advice in _OTHER_NAMES.items() if name in words.split()), "")
-    near = difflib.get_close_matches(name, [*OptionsDict.__annotations__, "sample", "cluster"], n=1)
-    guess = f"did you mean {near[0]}=?" if near else f"use one of {', '.join(OptionsDict.__annotations__)}"
-    return UsageError(f"there is no option {name}=", fix=other or guess)
-
-
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 _PLANNED = (
@@ -391,7 +377,7 @@ def read_options(**given: Any) -> Options:
     """
     for name in given:
         if name not in OptionsDict.__annotations__:
-            raise _unknown(name)
+            raise unknown(name, list(OptionsDict.__annotations__))
     options = Options(**{name: read_value(name, value) for name, value in given.items() if value is not None})
     if options.plan is not None:
         for name in _PLANNED:

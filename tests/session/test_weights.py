@@ -155,3 +155,46 @@ def test_what_only_numbers_could_show_is_refused(tmp_path, whole) -> None:
         autopart.compile(model, "cpu:1", weights=tmp_path, **OPTIONS)
     with autopart.compile(model, "cpu:1", weights=tmp_path, **{**OPTIONS, "micro_batches": 1}) as pipe:
         assert pipe.step(X).isfinite()
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="needs a later torch")
+def test_a_model_in_fp32_gets_the_masters_of_a_checkpoint_in_bf16(tmp_path) -> None:
+    with torch.device("meta"):
+        half = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 1)).bfloat16()
+        wide = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 1))
+    options = {"sample": (X, X[:, :1]), "loss_fn": lambda y, t: (y.float() - t).square().mean(), "micro_batches": 2}
+    half_batch = {**options, "sample": (X.bfloat16(), X[:, :1]), "master_weights": True}
+    with autopart.compile(half, "cpu:1", weights="init", costs="analytic", **half_batch) as pipe:
+        optimizer = torch.optim.Adam(pipe.parameters(), lr=1e-3)
+        pipe.step((X.bfloat16(), X[:, :1]))
+        optimizer.step()
+        masters = {name: master.detach().clone() for name, master in pipe.named_parameters()}
+        pipe.save(tmp_path, optimizer)
+    with autopart.compile(wide, "cpu:1", weights=tmp_path, costs="analytic", **options) as pipe:
+        found = dict(pipe.named_parameters())
+        assert all(torch.equal(found[name], master) for name, master in masters.items())
+    assert not torch.equal(masters["0.weight"], masters["0.weight"].bfloat16().float())
+
+
+class Learned(nn.Module):
+    """A loss with a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Linear(1, 1)
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return self.scale((output - target).square().mean().reshape(1)).sum()
+
+
+def test_parameters_of_the_loss_function_get_values_too() -> None:
+    with torch.device("meta"):
+        model, loss_fn = nn.Linear(6, 6), Learned()
+    options = {"sample": (X, X), "loss_fn": loss_fn, "micro_batches": 1, "costs": "analytic"}
+    with autopart.compile(model, "cpu:1", weights="init", **options) as pipe:
+        state = pipe.state_dict()
+        loss = pipe.step((X, X))
+    plain = nn.Linear(6, 6), Learned()
+    plain[0].load_state_dict({name: state[name] for name in ("weight", "bias")})
+    plain[1].load_state_dict({f"scale.{name}": state[f"loss_fn.scale.{name}"] for name in ("weight", "bias")})
+    assert torch.allclose(plain[1](plain[0](X), X).detach(), loss, rtol=1e-6)

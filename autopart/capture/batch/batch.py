@@ -86,8 +86,8 @@ class Batch:
             if isinstance(leaf, torch.Tensor) and leaf.is_meta and device.type != "meta":
                 raise BatchError(
                     f"input {name} is on the meta device, and the model is on {device}",
-                    why="it has a shape and no numbers",
-                    fix='pass a batch with numbers, or plan with the model on the meta device too (model.to("meta"))',
+                    why="it has a shape but no values",
+                    fix='pass a batch with values, or plan with the model on the meta device too (model.to("meta"))',
                 )
         return self.changed(lambda tensor, _: tensor.to(device), self.rows)
 
@@ -194,7 +194,7 @@ class BatchReader:
                 raise BatchError(
                     f"inputs {first} and {name} have {found[first]} and {rows} rows",
                     why="both were cut into micro-batches along their first axis before",
-                    fix="give both as many rows; if one of them shall not have rows any more, compile again",
+                    fix="give both the same number of rows; if one of them is no longer split by rows, compile again",
                 )
         return found[first]
 

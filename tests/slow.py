@@ -47,7 +47,13 @@ PARTS = {
         "e2e/test_elastic.py",
     ],
     "compiled": ["e2e/test_compiled_stages.py"],
-    "freezing": ["e2e/test_freezing.py", "e2e/test_frozen_models.py", "freeze", "passes/test_forward_only.py"],
+    "freezing": [
+        "e2e/test_freezing.py",
+        "e2e/test_frozen_models.py",
+        "e2e/test_kept_activations.py",
+        "freeze",
+        "passes/test_forward_only.py",
+    ],
     "constants": ["capture/test_silent_constants.py"],
     "scripts": ["e2e/test_random_scripts.py"],
     "rest": [

@@ -90,8 +90,7 @@ class LocalTensors:
                 raise RefusedError(
                     f"{name} is of {tensor.dtype}, and was of {self._dtypes[name]} when the model was compiled",
                     why="the program, and what it sends between ranks, is of that type",
-                    fix="convert the model before compile; to go on in another precision, close the pipe and compile "
-                    "again",
+                    fix="convert the model before compile; or close the pipe and compile again for another precision",
                 )
         self.masters.check()
 

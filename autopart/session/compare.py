@@ -138,7 +138,7 @@ def verify_step(
     if first := Trained(model, options.loss_fn).without_values:
         raise UsageError(
             f"{first} is on the meta device: there is no model to compare with",
-            fix="verify a model of the same code that is small enough to have values",
+            fix="verify a small model of the same code, with values",
         )
     batch = flatten(sample, with_target=options.loss_fn is not None)
     with _pipe_of_copy(model, cluster, sample, options) as pipe:

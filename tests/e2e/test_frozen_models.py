@@ -36,7 +36,7 @@ def same(found: Sequence[Trained], expected: Trained, rtol: float = 1e-10, atol:
 
 
 def test_a_language_model_with_tied_weights_freezes_and_the_plan_follows(pair: Workers) -> None:
-    way = Way("gpt", depth=4, frozen=(0, 2, 3), period=3, options=PIPELINE)
+    way = Way("gpt", depth=4, frozen=(0, 2, 3), period=2, options=PIPELINE)
     found = pair.run(jobs.run, way, 2)
     same(found, jobs.alone(way))
     first, *_, last = found[0].plans

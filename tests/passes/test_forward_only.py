@@ -228,6 +228,7 @@ def test_a_frozen_stage_needs_no_gradients_state_or_activations() -> None:
     assert first.peak_bytes == weights + first.workspace_bytes + first.buffer_bytes + 8 * 8 * 2
 
 
+@pytest.mark.slow
 def test_the_pipeline_shrinks_and_replicas_come_as_layers_freeze() -> None:
     """What AutoPipe and AutoDP of PipeTransformer do by halving the stages."""
     machine = cluster(8, memory=400_000, bytes_per_s=10**12)

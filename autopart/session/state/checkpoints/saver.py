@@ -338,7 +338,7 @@ def _check_driven(
     if lost:
         error = CheckpointError(
             f"the checkpoint has optimizer state of {lost[0]}, and no rank's optimizer updates it",
-            why=f"{len(lost)} parameters would go on without their state",
+            why=f"{len(lost)} parameters would be trained without their state",
             fix="make each rank's optimizer from all of pipe.parameters()",
         )
         raise session.world.known(error)

@@ -10,5 +10,6 @@ May enter: a rule that was published, as a `Policy`.  What a prefix of a model i
 
 from autopart.freeze.pipe_transformer import PipeTransformer
 from autopart.freeze.policy import Policy
+from autopart.session.step.kept.activations import AutoCache
 
-__all__ = ["PipeTransformer", "Policy"]
+__all__ = ["AutoCache", "PipeTransformer", "Policy"]

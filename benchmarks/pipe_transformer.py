@@ -105,8 +105,8 @@ class Answered(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """A row of the paper. count: of layers; samples: of an epoch; rows: of a batch of all pipelines; layers: path of the
-    layers; sub: of the second sub-layer in a layer; sizes: millions of parameters of the two sub-layers; hidden: of a
+    """A row of the paper. count: of layers; samples: of an epoch; rows: of a batch of all pipelines; layers: path of
+    the layers; sub: of the second sub-layer in a layer; sizes: millions of parameters of the two sub-layers; hidden: of a
     cached sample, tokens and width."""
 
     count: int
@@ -315,12 +315,12 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
     asked = parser.parse_args()
     path = RESULTS / "pipe_transformer.json"
-    found = json.loads(path.read_text())["cases"] if path.exists() else {}
     for name in asked.only:
-        found[name] = evaluated(name, ALPHAS if name == "cifar100" else ())
-        for who, rows in found[name]["speed_up"].items():
+        own = evaluated(name, ALPHAS if name == "cifar100" else ())
+        for who, rows in own["speed_up"].items():
             print(name, who, {row: f"{value:.2f}x" for row, value in rows.items()})
-        print(name, found[name]["alphas"], found[name]["claims"])
+        print(name, own["alphas"], own["claims"])
+        found = {**(json.loads(path.read_text())["cases"] if path.exists() else {}), name: own}
         write("pipe_transformer", {"simulated": True, "cases": found}, command="python benchmarks/pipe_transformer.py")
 
 

@@ -105,9 +105,11 @@ class Answered(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """A row of the paper. count: of layers; samples: of an epoch; rows: of a batch of all pipelines; layers: path of
-    the layers; sub: of the second sub-layer in a layer; sizes: millions of parameters of the two sub-layers; hidden: of a
-    cached sample, tokens and width."""
+    """A row of the paper.
+
+    count: of layers; samples: of an epoch; rows: of a batch of all pipelines; layers: path of the layers; sub: of the
+    second sub-layer in a layer; sizes: millions of parameters of the two sub-layers; hidden: of a cached sample,
+    tokens and width; tail: what follows the layers; labels: of a number of rows."""
 
     count: int
     samples: int
@@ -156,7 +158,7 @@ CASES = {
     "imagenet": Case(12, 1_281_167, 384, _vit(1000), _images, *_VIT),
     "cifar100": Case(12, 50_000, 384, _vit(100), _images, *_VIT),
     "squad": Case(
-        24, 88_524, 64, _bert, _questions, "bert.encoder.layer", "intermediate", (4.2, 8.4), (LENGTH, 1024), Answered,
+        24, 88_524, 128, _bert, _questions, "bert.encoder.layer", "intermediate", (4.2, 8.4), (LENGTH, 1024), Answered,
         lambda rows: torch.zeros(rows, 2, dtype=torch.long),
     ),
 }  # fmt: skip

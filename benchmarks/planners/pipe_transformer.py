@@ -45,7 +45,7 @@ def largest(sizes: Sequence[float], stages: int) -> float:
 def stages_for(sizes: Sequence[float], active: int, stages: int) -> int:
     """Return the length of the pipeline in which the last `active` sub-layers learn. stages: in epoch 0."""
     limit, rest = largest(sizes, stages), sizes[len(sizes) - active :]
-    found = min(stages, len(rest))
-    while found >= 2 and largest(rest, found // 2) <= limit:
+    found = stages
+    while found >= 2 and (found > len(rest) or largest(rest, found // 2) <= limit):
         found //= 2
     return found

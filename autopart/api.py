@@ -184,7 +184,7 @@ def _checked_elastic(elastic: object, world: int) -> tuple[int, int]:
         f"elastic is {elastic!r}",
         where="launch",
         why=f"the cluster has {world} devices",
-        fix="pass (least, most), the numbers of ranks between which the run goes on",
+        fix="pass (least, most), the smallest and the largest number of ranks of the run",
     )
 
 

@@ -6,6 +6,7 @@ forward reads and, after the backward, the gradients that go back; both are drop
 
 from __future__ import annotations
 
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -61,6 +62,7 @@ class StepOutcome:
 
     losses: on the rank that computes them, by micro-batch (0-dim, unweighted).  results: in evaluation, what the stages
     of this rank returned, by micro-batch and value name.  before: gradients of earlier steps, by parameter.
+    computed_ns: nanoseconds that its computes took, 0 on a CUDA device, which runs them later.
     """
 
     def __init__(self, engine: Engine, state: _State, aside: GradientsAside) -> None:
@@ -68,6 +70,7 @@ class StepOutcome:
         self.losses: Mapping[int, torch.Tensor] = state.losses
         self.results: Mapping[int, Mapping[str, torch.Tensor]] = state.results
         self.before = aside.before
+        self.computed_ns = 0
 
     def commit(self, *, gradients: bool = True) -> None:
         """Keep the step.  gradients: whether to keep gradients and new values of buffers too."""
@@ -194,7 +197,7 @@ class Engine:
         try:
             for sums in self._sums.values() if train else ():
                 sums.begin(state.parameters)
-            self._play(state)
+            outcome.computed_ns = self._play(state)
             if train and self._values is not None:
                 self._values.drop_foreign_gradients()
         except BaseException:
@@ -224,15 +227,20 @@ class Engine:
         for runner in self._runners.values():
             runner.clear()
 
-    def _play(self, state: _State) -> None:
+    def _play(self, state: _State) -> int:
+        """Run all actions; return the nanoseconds of the computes where they run at once."""
         trace = self._trace = StepTrace(self._rank, self._device) if self.spans is not None else None
+        computed_ns, clock = 0, time.perf_counter_ns
         try:
             for number, (action, label) in enumerate(zip(self._part, self._labels, strict=True)):
                 if number == self._alone:
                     self._begin_messages(state.given)
                 set_activity(label)
                 start = trace.now() if trace is not None else None
+                began = clock()
                 self._do[action.kind](action, state)
+                if action.is_a.role == COMPUTE:
+                    computed_ns += clock() - began
                 if trace is not None and start is not None:
                     trace.add(action, start)
                 self._mailbox.passed(action)
@@ -244,6 +252,7 @@ class Engine:
         finally:
             if self._values is not None:
                 self._values.forget()
+        return computed_ns if self._device.type == "cpu" else 0
 
     def _count_alone(self, world: World) -> int:
         """Return how many of the first actions need no other rank."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -12,7 +14,31 @@ from autopart.runtime.tensors import dense
 Route = tuple[str, int, int]
 """Name of a tensor, the rank that has it, the rank that needs it."""
 WINDOW_BYTES = 64 << 20
-"""Bytes that a rank has under way at once, or a single larger tensor; it bounds the host memory of copies."""
+"""Bytes of copies that a rank has under way at once, or a single larger one: what lies on a device, or not in one
+piece, passes through a copy in host memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """A message under way.  tensor: what it is for; data: what is sent or received, kept until the end.  copied_bytes:
+    of host memory, if data is a copy."""
+
+    tensor: torch.Tensor
+    data: torch.Tensor
+    arrives: bool
+    copied_bytes: int
+    wait: Callable[[], None]
+
+    def finish(self) -> None:
+        """Wait until it has come or gone."""
+        self.wait()
+        if not self.arrives:
+            return
+        with torch.no_grad():
+            if self.copied_bytes:
+                self.tensor.copy_(self.data)
+            else:
+                torch.autograd.graph.increment_version(self.tensor)  # as a copy would
 
 
 def move_tensors(world: World, routes: Sequence[Route], local: Mapping[str, torch.Tensor]) -> None:
@@ -20,45 +46,32 @@ def move_tensors(world: World, routes: Sequence[Route], local: Mapping[str, torc
 
     routes: in the same order on every rank.  local: by name, what this rank sends and what it receives into.
 
-    Each rank posts the next of its own messages up to `WINDOW_BYTES` and waits for them.  This cannot hang: both ends
-    of the first message in the order of the routes that is not done have done all of theirs before it, so both have
-    posted it.
+    Each rank posts its own messages in this order, all at once but for copies, of which `WINDOW_BYTES` are under way.
+    This cannot hang: a rank waits only for the first of its messages that is not done, which it has posted; so both
+    ends of the first one of all that is not done have posted it.
     """
-    window: list[tuple[Route, torch.Tensor]] = []
-    under_way = 0
+    under_way: deque[_Message] = deque()
+    copied = 0
     for route in routes:
         name, source, target = route
         if world.rank not in (source, target) or source == target:
             continue
-        tensor = local[name]
-        if under_way and under_way + tensor.nbytes > WINDOW_BYTES:
-            _exchange(world, window)
-            window, under_way = [], 0
-        window.append((route, tensor))
-        under_way += tensor.nbytes
-    _exchange(world, window)
+        while copied and copied + local[name].nbytes > WINDOW_BYTES:
+            done = under_way.popleft()
+            done.finish()
+            copied -= done.copied_bytes
+        under_way.append(_begun(world, route, local[name]))
+        copied += under_way[-1].copied_bytes
+    for message in under_way:
+        message.finish()
 
 
-def _exchange(world: World, window: Sequence[tuple[Route, torch.Tensor]]) -> None:
-    """Send and receive these tensors, all at once; wait until all have come and gone."""
-    waits: list[Callable[[], None]] = []
-    arriving: list[tuple[torch.Tensor, torch.Tensor]] = []
-    sent: list[torch.Tensor] = []  # kept until the end, since some are copies
-    for (_, source, target), tensor in window:
-        data = dense(tensor.detach())
-        if world.rank == source:
-            sent.append(data.cpu().contiguous())
-            waits.append(world.begin_moving(sent[-1], source, target))
-            continue
-        direct = data.device.type == "cpu" and data.is_contiguous()
-        own = data if direct else torch.empty(data.shape, dtype=data.dtype)
-        arriving.append((tensor, own))
-        waits.append(world.begin_moving(own, source, target))
-    for wait in waits:
-        wait()
-    with torch.no_grad():
-        for tensor, own in arriving:
-            if own.data_ptr() == tensor.data_ptr():
-                torch.autograd.graph.increment_version(tensor)  # as a copy would
-            else:
-                tensor.copy_(own)
+def _begun(world: World, route: Route, tensor: torch.Tensor) -> _Message:
+    _, source, target = route
+    arrives = world.rank == target
+    data = dense(tensor.detach())
+    direct = tensor.layout == torch.strided and data.device.type == "cpu" and data.is_contiguous()
+    if not direct:
+        data = torch.empty(data.shape, dtype=data.dtype) if arrives else data.cpu().contiguous()
+    copied_bytes = 0 if direct else data.nbytes
+    return _Message(tensor, data, arrives, copied_bytes, world.begin_moving(data, source, target))

@@ -9,16 +9,35 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from autopart.ir.errors import RefusedError
+from autopart.ir.errors import RefusedError, UsageError
 from autopart.runtime.group.world import World
 from autopart.runtime.masters import Masters, needs_master
+
+Values = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
+"""Returns tensors with values for tensors on the meta device, by name (`like`)."""
+
+
+def like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return memory on a device for what a tensor on the meta device stands for, with numbers of any kind."""
+    made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    return torch.nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else made
+
+
+def without_values(wanted: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """Raise RefusedError for the first of these tensors."""
+    raise RefusedError(
+        f"{next(iter(wanted))} is on the meta device, and this rank has no value of it",
+        why="what this rank runs now uses it, and the training step that was planned does not",
+        fix="build the model with values; or compile with a batch for which the step uses it on this rank too",
+    )
 
 
 class LocalTensors:
     """This rank's parameters, buffers and constants by name, on its device.
 
     A tensor that is on the device already is the model's own object, so an optimizer made for the model updates it.
-    Others are copied once, and keep their `requires_grad`.
+    Others are copied once, and keep their `requires_grad`.  What the model has on the meta device gets its value here,
+    and has none in the model.
     """
 
     def __init__(
@@ -26,27 +45,31 @@ class LocalTensors:
         device: torch.device,
         earlier: LocalTensors | None = None,
         mastered: Callable[[str], bool] = lambda _: False,
+        values: Values = without_values,
     ) -> None:
         """earlier: what this rank held before, taken over as the same objects.  mastered: whether this rank has the
-        master weight of a parameter in half precision."""
+        master weight of a parameter in half precision.  values: of tensors on the meta device, until `settle`."""
         self._device = device
         self._held: dict[str, torch.Tensor] = {}
         self._dtypes: dict[str, torch.dtype] = {}
         self._earlier = earlier
-        self._mastered = mastered
+        self._mastered, self._values = mastered, values
         self.masters = Masters()
 
     def hold(self, names: Iterable[str], source: Mapping[str, torch.Tensor]) -> None:
         """Hold the named tensors that are not held yet."""
         earlier = self._earlier
-        for name in names:
-            if name not in self._held:
-                before = earlier.held.get(name) if earlier is not None else None
-                held = self._held[name] = before if before is not None else self._placed(source[name])
-                self._dtypes[name] = held.dtype
-                known = earlier.masters if earlier is not None else Masters()
-                if self._mastered(name) and (needs_master(held) or name in known.by_name):
-                    self.hold_master(name, known)
+        before = earlier.held if earlier is not None else {}
+        fresh = [name for name in dict.fromkeys(names) if name not in self._held]
+        unknown = {name: source[name] for name in fresh if name not in before and source[name].is_meta}
+        given = self._values(unknown) if unknown else {}
+        for name in fresh:
+            found = before.get(name, given.get(name))
+            held = self._held[name] = found if found is not None else self._placed(source[name])
+            self._dtypes[name] = held.dtype
+            known = earlier.masters if earlier is not None else Masters()
+            if self._mastered(name) and (needs_master(held) or name in known.by_name):
+                self.hold_master(name, known)
 
     def hold_master(self, name: str, known: Masters | None = None) -> None:
         """Make the master weight of a held parameter, or take it over from `known`."""
@@ -54,9 +77,10 @@ class LocalTensors:
         assert isinstance(held, torch.nn.Parameter)
         self.masters.hold(name, held, known)
 
-    def forget_earlier(self) -> None:
-        """Release what was held before and is not held any more."""
-        self._earlier = None
+    def settle(self, values: Values = without_values) -> None:
+        """Release what was held before and is not held any more.  values: of tensors on the meta device from now on,
+        as training changes others."""
+        self._earlier, self._values = None, values
 
     def check(self) -> None:
         """Raise RefusedError if a tensor was converted in place, as by model.to(dtype), or written to beside its
@@ -66,8 +90,7 @@ class LocalTensors:
                 raise RefusedError(
                     f"{name} is of {tensor.dtype}, and was of {self._dtypes[name]} when the model was compiled",
                     why="the program, and what it sends between ranks, is of that type",
-                    fix="convert the model before compile; to go on in another precision, close the pipe and compile "
-                    "again",
+                    fix="convert the model before compile; or close the pipe and compile again for another precision",
                 )
         self.masters.check()
 
@@ -116,7 +139,7 @@ def broadcast_weights_if_different(world: World, tensors: Mapping[str, torch.Ten
     """
     if world.size == 1:
         return
-    names = sorted(tensors)
+    names = sorted(name for name, tensor in tensors.items() if not tensor.is_meta)
     differing = [names[index] for index in _differing(world, [_hash(tensors[name]) for name in names])]
     if differing and world.rank == 0:
         warnings.warn(
@@ -128,6 +151,24 @@ def broadcast_weights_if_different(world: World, tensors: Mapping[str, torch.Ten
         tensor = tensors[name]
         with torch.no_grad():
             tensor.copy_(world.broadcast(tensor.detach().cpu().contiguous(), 0))
+
+
+def require_equal_values(world: World, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise on all ranks if ranks have different values of a tensor.  tensors: of this rank, those that others have
+    too.  Collective.  Reads the tensors once."""
+    everyone = world.gather_objects({name: _hash(tensor) for name, tensor in tensors.items()})
+    seen: dict[str, tuple[int, str]] = {}
+    for rank, hashes in enumerate(everyone):
+        for name, own in hashes.items():
+            first, other = seen.setdefault(name, (rank, own))
+            if own != other:
+                raise world.known(
+                    UsageError(
+                        f"ranks {first} and {rank} got different values of {name}",
+                        why="they read different files, or their devices draw different random numbers",
+                        fix="give every rank the same files",
+                    )
+                )
 
 
 def _differing(world: World, hashes: Sequence[str]) -> list[int]:

@@ -16,6 +16,7 @@ from autopart.capture.batch.batch import Batch
 from autopart.capture.capture import Captured, capture
 from autopart.capture.guards import CaptureWarning, check_model
 from autopart.capture.recent import Recent
+from autopart.capture.shortened import without_prefix
 from autopart.capture.trace.autocast import Autocast, autocast_for
 from autopart.capture.trace.export import LossFn
 from autopart.capture.trained import Trained
@@ -47,6 +48,7 @@ class CaptureCache:
             check_model(loss_fn)
         self.trained = Trained(model, loss_fn)
         self.autocast: Autocast | None = None
+        self.values_come = False
         self.version = ""
         self.made = 0
         self.seconds = 0.0
@@ -58,8 +60,8 @@ class CaptureCache:
         self.kept: Recent[tuple[object, ...], Captured] = Recent(_KEEP, self._bytes_of)
         self._asked: dict[tuple[object, ...], list[tuple[_Answers, Callable[[Sequence[torch.Tensor]], bool]]]] = {}
 
-    def run_in(self, precision: Precision, device_type: str) -> None:
-        """Capture from now on for a precision on devices of a type.
+    def run_in(self, precision: Precision, device_type: str, *, values_come: bool = False) -> None:
+        """Capture from now on for a precision on devices of a type.  values_come: as for `capture`.
 
         Raises UsageError if there are captures for another one: the running pipeline holds tensors in that.
         """
@@ -69,18 +71,24 @@ class CaptureCache:
                 f"the plan is for {precision}, and the pipeline runs in another precision",
                 fix="close the pipe, and compile with this plan",
             )
-        self.autocast = autocast
+        self.autocast, self.values_come = autocast, values_come
 
     def __call__(self, batch: Batch, size: Size, mode: str = "step") -> Captured:
         """Return the capture for micro-batches of `size` of batches like this one; modes as in `capture`."""
         batch = self.judged(batch, mode)
         key = (mode, size, batch.signature())
         captured = self.kept.get(key)
+        if captured is None and batch.kept:
+            captured = without_prefix(self(batch.plain, size, mode), [name for name, _ in batch.kept])
+            if captured.questions is not None:
+                key = (mode, size, replace(batch, answers=captured.questions.answers).signature())
+            self.kept.add(key, captured)
         if captured is None:
             began, known = time.perf_counter(), self.seconds
             captured = capture(
                 self.model, batch, size=size, loss_fn=self._loss_fn, mode=mode,
                 whole=lambda: self(batch, Size(batch.rows or 1), mode), autocast=self.autocast,
+                values_come=self.values_come,
             )  # fmt: skip
             self.seconds = known + time.perf_counter() - began  # with the captures that this one asked for
             self._tensors = self._tensors or tensors_of(self.trained)
@@ -118,7 +126,7 @@ class CaptureCache:
         It stays as it is if no batch of its kind with the same answers was captured.  Costs the ops that are asked for.
         """
         if batch.answers is None:
-            for answers, hold in self._asked.get((mode, batch.rows, batch.signature()), ()):
+            for answers, hold in self._asked.get((mode, batch.rows, batch.plain.signature()), ()):
                 if hold(batch.tensors):
                     return replace(batch, answers=answers)
         return batch

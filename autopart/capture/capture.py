@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from autopart.capture.trace.fake_device import brought_back, moved
 from autopart.capture.trace.lower import lower
 from autopart.capture.trace.patches import patched
 from autopart.capture.trace.to_graph import Names, NumberOfData, read_graph, read_names
+from autopart.capture.trained import on_meta
 from autopart.capture.watch.observed import Observed
 from autopart.capture.watch.restored import left_as_it_was
 from autopart.ir.errors import AutopartError, CaptureError, RefusedError
@@ -46,7 +48,8 @@ class Captured:
     results of a `predict` program what the model returns; None for a loss.  observed: what forward() read of Python.
     questions: what it asked about the numbers of the whole batch, with the answers that this program is for.
     masks: what its attention masks hide.  checkpointed: groups of ops that the model itself wants to recompute in the
-    backward.
+    backward.  on_meta: whether it was traced on the meta device, as a program that is planned and never run.
+    before: names of the model's tensors that the ops in front of this program read (`without_prefix`).
     """
 
     module: fx.GraphModule
@@ -57,6 +60,8 @@ class Captured:
     questions: Questions | None
     masks: tuple[str, ...]
     checkpointed: tuple[tuple[str, ...], ...]
+    on_meta: bool = False
+    before: tuple[str, ...] = ()
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -75,11 +80,6 @@ class Captured:
         storages = [t.untyped_storage() for t in lifted if t.layout is torch.strided and not t.is_meta]
         return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
-    @property
-    def on_meta(self) -> bool:
-        """Whether the model has shapes and no values: it can be planned but not run."""
-        return any(tensor.is_meta for tensor in self.tensors.values())
-
 
 def capture(
     model: nn.Module,
@@ -90,24 +90,30 @@ def capture(
     mode: str = "step",
     whole: Callable[[], Captured] | None = None,
     autocast: Autocast | None = None,
+    values_come: bool = False,
 ) -> Captured:
     """Capture a model for micro-batches of `size` shaped like `batch`; None is the size of the batch itself.
 
     mode: "step" (loss and gradients, with the training flags that the model has), "loss" (loss in eval mode) or
     "predict" (what the model returns, in eval mode).  whole: gives the capture of the whole batch, needed if the
-    model's Python asks about its numbers.  autocast: the region that the model and its loss run in.  `check_model` must
-    have passed the model; it is left unchanged.  Raises CaptureError, RefusedError.
+    model's Python asks about its numbers.  autocast: the region that the model and its loss run in.  values_come:
+    whether a model on the meta device gets values later; then it is traced as on the CPU, without memory for them.
+    `check_model` must have passed the model; it is left unchanged.  Raises CaptureError, RefusedError.
     """
 
     modules = [part for part in (model, loss_fn) if isinstance(part, nn.Module)]
 
     def made(batch: Batch) -> Captured:
-        return _settled(modules, lambda: _capture(model, batch, size, loss_fn, mode, autocast))
+        return _settled(modules, lambda: _capture(model, batch, size, loss_fn, mode, autocast, values_come))
 
     try:
         return made(batch)
     except WholeBatchAsked:
-        found = whole() if whole is not None else capture(model, batch, loss_fn=loss_fn, mode=mode, autocast=autocast)
+        if whole is None:
+            whole = partial(
+                capture, model, batch, loss_fn=loss_fn, mode=mode, autocast=autocast, values_come=values_come
+            )
+        found = whole()
         batch = replace(batch, answers=found.questions.answers if found.questions is not None else ())
         return replace(made(batch), questions=found.questions)
 
@@ -127,20 +133,31 @@ def _settled(modules: Sequence[nn.Module], make: Callable[[], Captured]) -> Capt
 
 
 def _capture(
-    model: nn.Module, batch: Batch, size: Size | None, loss_fn: LossFn | None, mode: str, autocast: Autocast | None
+    model: nn.Module,
+    batch: Batch,
+    size: Size | None,
+    loss_fn: LossFn | None,
+    mode: str,
+    autocast: Autocast | None,
+    values_come: bool,
 ) -> Captured:
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    comes = values_come and on_meta([part for part in (model, loss_fn) if isinstance(part, nn.Module)])
+    if comes:
+        device = torch.device("cpu")
+    there = device if autocast is None or autocast.device_type == device.type else torch.device(autocast.device_type)
     check_autocast(device.type if device.type != "meta" else "cpu")
     sample = batch.with_rows(size.rows if size is not None else batch.rows or 1).to(device)
     wrapper = Wrapper(model, sample, batch, loss_fn, wants_outputs=mode == "predict", autocast=autocast)
     with patched():
         with quiet(), _training_flags(wrapper, model, evaluate=mode != "step"):
-            if autocast is None or autocast.device_type == device.type:
+            if there == device and not comes:
                 program, module = _lowered(model, export(wrapper, sample))
             else:
-                with moved(wrapper, sample, torch.device(autocast.device_type)) as there:
-                    program, module = _lowered(model, export(wrapper, there))
-                brought_back(module, device)
+                with moved(wrapper, sample, there) as fake:
+                    program, module = _lowered(model, export(wrapper, fake))
+                if there != device:
+                    brought_back(module, device)
         _refuse_changed_parameters(program)
         outputs = _outputs_by_ops(program, module)
         names = read_names(program, module, wrapper, sample)
@@ -153,7 +170,10 @@ def _capture(
     module.recompile()
     groups = tuple(group for habit in HABITS if habit.groups is not None for group in habit.groups(module.graph))
     masks = tuple(wrapper.asker.masks.found)
-    return Captured(module, graph, names, wrapper.outputs, wrapper.observed, wrapper.asker.questions, masks, groups)
+    asker, planned_only = wrapper.asker, not values_come and any(tensor.is_meta for tensor in names.tensors.values())
+    return Captured(
+        module, graph, names, wrapper.outputs, wrapper.observed, asker.questions, masks, groups, planned_only
+    )
 
 
 def _lowered(

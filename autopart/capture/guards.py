@@ -178,7 +178,7 @@ def check_autocast(device_type: str) -> None:
         if torch.is_autocast_enabled(kind):
             raise RefusedError(
                 f"autocast is enabled around the call for {kind!r}",
-                why="what happens outside forward() is not captured, so the step would run in another precision",
+                why="nothing outside forward() is captured, so the step would run in another precision",
                 fix='leave it out, and pass precision="bf16" (or "fp16") to compile, or enter torch.autocast inside '
                 "forward(), or convert the model (model.to(torch.bfloat16))",
             )

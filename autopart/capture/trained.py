@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -40,7 +41,7 @@ class Trained:
 
     def _named(self, of: Callable[[nn.Module], Iterable[tuple[str, Any]]], once: bool) -> Iterator[tuple[str, Any]]:
         seen = set[int]()
-        for prefix, module in self._parts():
+        for prefix, module in self.parts():
             for name, tensor in of(module):
                 if not (once and id(tensor) in seen):
                     yield prefix + name, tensor
@@ -50,7 +51,7 @@ class Trained:
         """Return both states, holding the tensors themselves."""
         return {
             prefix + name: tensor
-            for prefix, module in self._parts()
+            for prefix, module in self.parts()
             for name, tensor in module.state_dict(keep_vars=True).items()
         }
 
@@ -61,17 +62,28 @@ class Trained:
         if self.loss_fn is not None:
             self.loss_fn.load_state_dict({name.removeprefix(PREFIX): state[name] for name in learned})
 
-    def _parts(self) -> Iterator[tuple[str, nn.Module]]:
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield every module under its name, the model itself under the empty one."""
+        for prefix, module in self.parts():
+            for name, inner in module.named_modules():
+                yield f"{prefix}{name}" if name else prefix.removesuffix("."), inner
+
+    @property
+    def without_values(self) -> str:
+        """The name of the first tensor that is on the meta device, "" if all have values."""
+        return next((prefix + name for prefix, part in self.parts() if (name := on_meta([part]))), "")
+
+    def parts(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the model and the loss function, each with the prefix of its names."""
         yield "", self.model
         if self.loss_fn is not None:
             yield PREFIX, self.loss_fn
 
 
-def refuse_meta(model: Trained) -> None:
-    """Raise UsageError if the model is on the meta device."""
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.is_meta:
-            raise UsageError(
-                f"{name} is on the meta device: it has no values to train",
-                fix="use autopart.plan for planning alone; to run, build the model with weights",
-            )
+def on_meta(modules: Iterable[nn.Module]) -> str:
+    """Return the name of the first parameter or buffer that is on the meta device and so has no values, "" if none."""
+    for module in modules:
+        for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+            if tensor.is_meta:
+                return name
+    return ""

@@ -91,7 +91,7 @@ def _averages(path: Path, document: Document) -> dict[str, torch.Tensor]:
             where=str(path),
             fix="make an autopart.AveragedModel(pipe) before pipe.save, or export without --averages",
         )
-    return {name.removeprefix(home): tensor for name, tensor in stored.read_all(names)}
+    return {name.removeprefix(home): tensor for name, tensor in stored.mapped(names)}
 
 
 @app.command()
@@ -115,7 +115,7 @@ def export(
     for problem in problems_with(path, read):
         raise problem
     weights = open_tensors(path)
-    tensors = dict(weights.read_all(weights.by_name))
+    tensors = dict(weights.mapped(weights.by_name))
     if averages:
         tensors |= _averages(path, document)
     draft = out.with_name(f".{out.name}.tmp")

@@ -12,7 +12,7 @@ from autopart.files.clusters import cluster_to_dict, cluster_to_yaml, parse_clus
 from autopart.files.presets import NODES
 from autopart.ir.cluster import Cluster
 from autopart.report.cluster_table import cluster_table
-from autopart.session.host_costs import detect_all
+from autopart.session.pipe.host_costs import detect_all
 
 app = typer.Typer(name="cluster", help="Machines: measure this one, or show a description.", no_args_is_help=True)
 

@@ -97,9 +97,7 @@ def explain(
         machines = cluster or f"cpu:{found.decision.world}"
         _, graph, step = _planned(subject, machines, options, simulate=trace is not None)
     elif trace is not None:
-        raise UsageError(
-            "--trace needs the model", why="a plan file names ops and does not hold them", fix="add --model"
-        )
+        raise UsageError("--trace needs the model", why="a plan file has the names of ops only", fix="add --model")
     if as_json:
         print_json(plan_facts(found, graph))
     else:

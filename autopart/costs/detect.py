@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,7 @@ from autopart.launcher import adopt_task
 from autopart.runtime.activity import waiting
 from autopart.runtime.group.world import World
 from autopart.runtime.launch.local import launch, under_torchrun
+from autopart.runtime.stages.products import multiply
 
 DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("float32", "bfloat16", "float16")}
 SMALL = 64
@@ -150,10 +152,10 @@ def _matmul_rate(device: torch.device, dtype: str) -> int:
 
 def _product_seconds(rows: int, dtype: str, device: torch.device, budget_s: float) -> float:
     matrix = torch.ones(rows, rows, device=device, dtype=getattr(torch, dtype))
-    return _seconds("matrix @ matrix", budget_s, matrix=matrix)
+    return _seconds("multiply(matrix, matrix)", budget_s, matrix=matrix, multiply=multiply)
 
 
-def _seconds(work: str, budget_s: float, **operands: torch.Tensor) -> float:
+def _seconds(work: str, budget_s: float, **operands: Any) -> float:
     """Return the median time of a statement over runs within the budget; without one, the time of a single run."""
     timer = Timer(work, globals=operands, num_threads=torch.get_num_threads())
     timer.timeit(1)  # to warm up

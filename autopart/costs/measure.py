@@ -31,6 +31,7 @@ from autopart.ir.cost import Cost
 from autopart.ir.graph import Graph, Op, Param, Value
 from autopart.passes.ops.analytic_costs import analytic_costs
 from autopart.passes.ops.table import row_of
+from autopart.runtime.stages import products
 
 _REPEATS = 7
 """Most timed runs of an op, after two to warm up; the median counts."""
@@ -164,7 +165,7 @@ def _samples(captured: Captured, graph: Graph, device: torch.device) -> list[_Sa
         key = hashlib.sha256(text.encode()).hexdigest()[:24]
         before = samples.get(key)
         weight = op.cost.total_ns + (before.analytic_ns if before else 0)
-        target: Any = kernel_of(node.target)
+        target: Any = products.kernel_of(kernel_of(node.target))
         samples[key] = _Sample(key, target, args, kwargs, grad, (*(before.ops if before else ()), op.name), weight)
     return list(samples.values())
 
@@ -255,4 +256,5 @@ def environment(device: Device) -> str:
         name = torch.cuda.get_device_name()
     else:
         name = f"{platform.machine()} {platform.processor() or platform.node()} {torch.get_num_threads()} threads"
+        name += ", products by oneDNN" * products.are_faster()
     return f"torch {torch.__version__}, {name}"

@@ -30,6 +30,7 @@ from autopart.files.caches.cost_cache import OpTimes, keep_times, read_times
 from autopart.ir.cluster import Device
 from autopart.ir.graph import Graph
 from autopart.passes.ops.analytic_costs import analytic_costs
+from autopart.runtime.stages import products
 
 _RUNS = 5
 """Most runs with timers and without, each after one to warm up; medians count."""
@@ -43,6 +44,8 @@ def profile_costs(captured: Captured, device: Device, *, budget_s: float = 3.0) 
     budget_s: seconds to spend; a program expected to take a quarter of it for one micro-batch is not run.  The model's
     parameters are read, never changed, and get no gradients.
     """
+    if any(tensor.is_meta for tensor in captured.tensors.values()):
+        return None  # there may be no memory for the whole program
     graph, where = analytic_costs(captured.graph, device), torch.device(device.kind)
     times = _kept_times(graph, device, budget_s, lambda: _profiled(captured, where, budget_s))
     if times is None:
@@ -161,11 +164,12 @@ class Program:
 
 
 def _on(module: fx.GraphModule, where: torch.device) -> fx.GraphModule:
-    """Return the module with `where` instead of the devices that were captured as constants.  O(nodes)."""
-    if where.type == "cpu":
-        return module
+    """Return the module as it runs there: with `where` instead of the devices that were captured as constants, and with
+    the kernels that stages use.  O(nodes)."""
     graph = copy.deepcopy(module.graph)
     for node in graph.nodes:
+        if node.op == "call_function":
+            node.target = products.kernel_of(kernel_of(node.target))
         args, kwargs = fx.node.map_aggregate(
             (node.args, node.kwargs), lambda arg: where if isinstance(arg, torch.device) else arg
         )
@@ -194,7 +198,7 @@ class _TimedRun(fx.Interpreter):
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op, timed."""
-        return self._clocked(kernel_of(target), args, kwargs)
+        return self._clocked(target, args, kwargs)
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a compiled segment, timed."""

@@ -226,6 +226,8 @@ def _decision_changes(a: Decision, b: Decision) -> Iterator[str]:
             yield f"stage {s} replicas: {_division(old)} -> {_division(new)}"
         if old.recompute != new.recompute:
             yield f"stage {s} recomputed ops: {sum(map(len, old.recompute))} -> {sum(map(len, new.recompute))}"
+        if old.forward_only != new.forward_only:
+            yield f"stage {s} is forward only: {'yes -> no' if old.forward_only else 'no -> yes'}"
     before, after = _stages_of_ops(a), _stages_of_ops(b)
     moves: dict[tuple[str, str], list[str]] = {}
     for name in dict.fromkeys([*before, *after]):

@@ -73,6 +73,6 @@ def _smallest(norms: Sequence[float]) -> int:
     if not known:
         raise UsageError(
             "no layer has a gradient whose norm could be compared",
-            fix="call apply() behind pipe.step() and before zero_grad(), or use PipeTransformer(gradients=False)",
+            fix="call apply() after pipe.step() and before zero_grad(), or use PipeTransformer(gradients=False)",
         )
     return min(known)[1]

@@ -139,6 +139,17 @@ class Cluster:
         less = {d: replace(d, memory_bytes=max(1, d.memory_bytes - size_bytes)) for d in dict.fromkeys(self.devices)}
         return replace(self, devices=tuple(less[device] for device in self.devices))
 
+    def with_speeds(self, speeds: Sequence[float]) -> Cluster:
+        """Return a copy in which each device computes, and reads its memory, so many times as fast."""
+
+        def changed(device: Device, speed: float) -> Device:
+            rates = tuple((dtype, max(1, int(rate * speed))) for dtype, rate in device.rates)
+            flops, memory = (max(1, int(rate * speed)) for rate in (device.flops_per_s, device.mem_bytes_per_s))
+            return replace(device, flops_per_s=flops, mem_bytes_per_s=memory, rates=rates)
+
+        devices = zip(self.devices, speeds, strict=True)
+        return replace(self, devices=tuple(d if speed == 1.0 else changed(d, speed) for d, speed in devices))
+
     def part(self, devices: Sequence[int]) -> Cluster:
         """Return the cluster of some of these devices; their order gives the new ranks.
 

@@ -133,10 +133,14 @@ def short_errors(function: F) -> F:
 
 HOME = str(Path(__file__).parents[1]) + os.sep
 """Where our own frames are."""
+TORCH = f"{os.sep}site-packages{os.sep}torch{os.sep}"
+PYTHON = str(Path(os.__file__).parent) + os.sep
+"""Where torch's frames are, and Python's; packages that are installed below it are the user's."""
 
 
 def printed(error: AutopartError, trace: TracebackType | None) -> str:
-    """Return what this process prints of an error that ends the script: the user's lines and the message.
+    """Return what this process prints of an error that ends the script: the user's lines and the message, and of what
+    caused it the lines in the user's own code.
 
     Of ranks that a launcher started, rank 0 prints what all of them raise.  Another rank prints an error that only it
     may have, in one line, or as a whole if something of its own failed while it ran.
@@ -146,10 +150,23 @@ def printed(error: AutopartError, trace: TracebackType | None) -> str:
         return ""
     if rank != "0" and (not isinstance(error, RunError) or isinstance(error, WorkerError)):
         return f"rank {rank}: {type(error).__name__}: {error.what}\n"
-    frames = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith(HOME)]
-    lines = ["Traceback (most recent call last):\n", *traceback.format_list(frames)] if frames else []
     who = f"rank {rank}: " if "RANK" in os.environ else ""
-    return "".join([*lines, who, *traceback.format_exception_only(type(error), error)])
+    lines = [*_users_frames(trace), who, *traceback.format_exception_only(type(error), error)]
+    cause = error.__cause__
+    if cause is not None and not isinstance(cause, AutopartError) and (frames := _users_frames(cause.__traceback__)):
+        lines = [*frames, *traceback.format_exception_only(type(cause), cause), "\nThat caused:\n\n", *lines]
+    return "".join(lines)
+
+
+def _users_frames(trace: TracebackType | None) -> list[str]:
+    """Return the frames of a traceback that are neither ours nor torch's nor Python's, as text."""
+    own = [frame for frame in traceback.extract_tb(trace) if _is_users(frame.filename)]
+    return ["Traceback (most recent call last):\n", *traceback.format_list(own)] if own else []
+
+
+def _is_users(path: str) -> bool:
+    library = path.startswith(PYTHON) and "site-packages" not in path
+    return not (library or path.startswith(HOME) or TORCH in path)
 
 
 def _print_like_this() -> None:

@@ -98,7 +98,7 @@ def make_plan(
     given = read_plan(options)
     if to_run:
         _require_runnable(given, options)
-    captures.run_in(precision_of(options, given), cluster.kind)
+    captures.run_in(precision_of(options, given), cluster.kind, values_come=options.weights is not None)
     if given:
         return _given(given, captures, batch, cluster, options)
     if options.backend == "auto":

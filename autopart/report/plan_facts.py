@@ -39,6 +39,7 @@ def _stage(plan: Plan, s: int, graph: Graph | None) -> dict[str, object]:
     if graph is not None:
         facts["params"] = parameter_count(graph, set(stage.ops))
     facts["recomputed"] = sum(map(len, stage.recompute))
+    facts["forward_only"] = stage.forward_only
     if plan.estimates:
         facts |= asdict(plan.estimates[s])
     return facts

@@ -36,7 +36,7 @@ def save_trace(
             "a trace in JSON holds one timeline", fix="write each to a file of its own, or both to one .svg"
         )
     if name in others:
-        raise UsageError(f"two timelines are called {name!r}", fix="give name= and those in beside= other names")
+        raise UsageError(f"two timelines are called {name!r}", fix="give each another name (name=, beside=)")
     if target.suffix == ".json":
         text = chrome_trace(timeline, name=name)
     elif target.suffix == ".svg":

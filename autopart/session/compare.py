@@ -135,6 +135,11 @@ def verify_step(
 ) -> Verification:
     """Run one training step both ways, and compare.  Collective; every rank of the cluster gets the result."""
     check_model(model)  # a copy no longer shows which tensors share memory
+    if first := Trained(model, options.loss_fn).without_values:
+        raise UsageError(
+            f"{first} is on the meta device: there is no model to compare with",
+            fix="verify a small model of the same code, with values",
+        )
     batch = flatten(sample, with_target=options.loss_fn is not None)
     with _pipe_of_copy(model, cluster, sample, options) as pipe:
         if not find(pipe.plan.schedule).synchronous:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Self
+
+import torch
 
 from autopart.capture import CaptureCache, Captured
 from autopart.capture.batch.batch import Batch
 from autopart.capture.derive.reduction import BatchRule
 from autopart.capture.guards import check_autocast, tied_names
-from autopart.capture.trained import refuse_meta
 from autopart.ir.cluster import Cluster
 from autopart.ir.explain import summary
 from autopart.ir.graph import Graph
@@ -27,7 +29,14 @@ from autopart.planning.make import Planned, make_plan, read_plan
 from autopart.runtime.activity import patient, set_activity, set_rank_label
 from autopart.runtime.group.world import World
 from autopart.runtime.sums.shared_values import SharedValues
-from autopart.runtime.tensors import LocalTensors, broadcast_weights_if_different
+from autopart.runtime.tensors import (
+    LocalTensors,
+    Values,
+    broadcast_weights_if_different,
+    like,
+    require_equal_values,
+    without_values,
+)
 from autopart.runtime.watch.progress import tell
 from autopart.session.executors.executor import Executor, RankContext
 from autopart.session.executors.kinds import KnownKinds
@@ -40,8 +49,10 @@ from autopart.session.step.data import (
     one_batch,
     refuse_target,
 )  # fmt: skip
+from autopart.session.step.kept.activations import Activations
 from autopart.session.step.loss_shares import Shares
 from autopart.session.step.padded import PaddingReader
+from autopart.session.weights.source import Weights, weights_for
 
 Preparing = Callable[[], Callable[[RankContext], None]]
 """Checks what follows a plan, and returns what moves it to where the context of another plan needs it.  Collective."""
@@ -58,6 +69,8 @@ class SessionPlan:
     tied: first name of each tied tensor, by its other names.
     preparing_s, moving_s: seconds that capturing and making the stages, and moving tensors, took at the last change.
     spans: gets what this rank does in training steps, if it is a list.
+    activations: of frozen layers, by sample, where the plan begins behind them.
+    computed_ns: what each rank computed for in the last step, 0 where it was not measured.
     last_shares: rows of each micro-batch of the last batch, and their shares in its loss.  last_executor: that ran it.
     flush: lets what asynchronous training has in flight come back, before any other call.
     """
@@ -78,12 +91,15 @@ class SessionPlan:
         self._kinds = KnownKinds()
         self.spans: list[Span] | None = None
         self.tied: Mapping[str, str] = {}
+        self.computed_ns: tuple[float, ...] = ()
         self.last_shares: tuple[tuple[int, ...], Shares] = ((), {})
         self.last_executor: Executor | None = None
         self.flush: Callable[[], None] = lambda: None
+        self._later_values: Values = without_values
         local, timeout_s = cluster.levels[0].size, options.timeout
         self.world = World(cluster.kind, cluster.world, local=local, timeout_s=timeout_s, transport=options.transport)
         self.calls = Calls(self.world)
+        self.activations = Activations(captures, self.world.device)
         self.preparing_s = self.moving_s = 0.0
 
     # -- getting there ---------------------------------------------------------------------------------------------
@@ -98,16 +114,22 @@ class SessionPlan:
                     # Kept: another plan captures the model at other sizes.
                     self.batch = first_batch(self._read(arguments), sharded=sharded)
                     read_plan(self.options)
-                    refuse_meta(self.captures.trained)
                     self._reader.prove(here=self.world.rank == 0)
                     self.tied = tied_names(self.captures.trained)
+                    weights = weights_for(self.captures.trained, self.options.weights, self.options.seed)
                 began = time.perf_counter()
                 planned = self._plan_together(self.options)
                 planning_s = time.perf_counter() - began - self.captures.seconds
                 set_activity("comparing weights")
                 broadcast_weights_if_different(self.world, planned.captured.tensors)
-                context = self._context_of(planned)
-                self._install(planned, context, self._executor_of(planned, context))
+                device = self.world.device
+                values = without_values if weights is None else partial(weights.values, device=device)
+                context = self._context_of(planned, values=values)
+                executor = self._executor_of(planned, context)
+                if weights is not None:
+                    self._complete(weights, context)
+                    self._later_values = partial(weights.unsaved, device=device)
+                self._install(planned, context, executor)
                 took = f"captured in {self.captures.seconds:.1f} s, planned in {max(0.0, planning_s):.1f} s"
                 tell(f"{took}: {summary(self.plan.decision)}{_predicted(self.plan)}")
         except BaseException:
@@ -115,16 +137,24 @@ class SessionPlan:
             raise
         set_activity("between calls")
 
-    def adopt(self, plan: Plan | str | os.PathLike[str], prepare: Preparing) -> None:
+    def adopt(
+        self, plan: Plan | str | os.PathLike[str], prepare: Preparing, kept: Sequence[tuple[str, torch.Tensor]] = ()
+    ) -> None:
         """Go on under another plan (rank 0's counts) for the same model, batch and number of ranks.  Collective.
 
         Parameters, buffers and gradients move to the ranks that need them.  A plan that does not fit is refused on all
-        ranks, and nothing has changed.  prepare: called first; what it returns moves what else follows the plan."""
+        ranks, and nothing has changed.  prepare: called first; what it returns moves what else follows the plan.  kept:
+        values that the plan begins with (`Batch.kept`)."""
         with self.call("adopt"):
             move = prepare()
-            planned = self._plan_together(replace(self.options, plan=plan))
-            context = self._context_of(planned, self.tensors)
-            executor = self._executor_of(planned, context)
+            before, self.batch = self.batch, replace(self.batch, kept=tuple(kept))
+            try:
+                planned = self._plan_together(replace(self.options, plan=plan))
+                context = self._context_of(planned, self.tensors, self._empty)
+                executor = self._executor_of(planned, context)
+            except BaseException:
+                self.batch = before
+                raise
             began = time.perf_counter()
             with self.calls.running("moving the weights to another plan"):
                 self.tensors.masters.write()
@@ -149,7 +179,8 @@ class SessionPlan:
         began = time.perf_counter()
         with together(self.world, "capturing the model"), patient("capturing the model"):
             if mine is None:
-                self.captures.run_in(plan.provenance.precision, self.cluster.kind)
+                comes = self.options.weights is not None
+                self.captures.run_in(plan.provenance.precision, self.cluster.kind, values_come=comes)
                 captured = self.captures(self.batch, Size(max(plan.micro_rows)))
                 mine = Planned(plan, captured, rule)
             self.batch = self.captures.judged(self.batch)
@@ -160,15 +191,35 @@ class SessionPlan:
         self.preparing_s = time.perf_counter() - began
         return mine
 
-    def _context_of(self, planned: Planned, earlier: LocalTensors | None = None) -> RankContext:
-        """Return what executors share under a plan.  earlier: tensors that this rank held before.  Collective."""
-        placement = placement_of(planned.captured.graph, planned.plan.decision)
+    def _complete(self, weights: Weights, context: RankContext) -> None:
+        """Give the model values of what no stage uses, and compare what several ranks have.  Collective."""
+        placement, device = context.placement, self.world.device
+        with together(self.world, "making the weights"):
+            unused = {name: t for name, t in weights.wanted.items() if name not in placement.holders}
+            for name, value in weights.values(unused, device).items():
+                torch.utils.swap_tensors(unused[name], value)  # type: ignore[no-untyped-call]
+        shared = {name: t for name, t in context.tensors.held.items() if len(placement.holders.get(name, ())) > 1}
+        require_equal_values(self.world, {n: t for n, t in {**shared, **unused}.items() if n in weights.wanted})
+
+    def _empty(self, wanted: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Return memory for tensors that come from other ranks."""
+        return {name: like(tensor, self.world.device) for name, tensor in wanted.items()}
+
+    def _context_of(
+        self, planned: Planned, earlier: LocalTensors | None = None, values: Values = without_values
+    ) -> RankContext:
+        """Return what executors share under a plan.  earlier: tensors that this rank held before.  values: of
+        tensors on the meta device.  Collective."""
+        placement = placement_of(planned.captured.graph, planned.plan.decision, planned.captured.before)
         rank, wanted = self.world.rank, self.options.master_weights
-        tensors = LocalTensors(self.world.device, earlier, lambda name: wanted and placement.keeps(rank, name))
-        values = SharedValues(self.world, placement.sharing, tensors.held)
+        mastered: Callable[[str], bool] = lambda name: wanted and placement.keeps(rank, name)  # noqa: E731
+        tensors = LocalTensors(self.world.device, earlier, mastered, values)
+        if rank in planned.plan.stages[0].ranks:
+            tensors.hold(planned.captured.before, planned.captured.tensors)
+        shared = SharedValues(self.world, placement.sharing, tensors.held)
         backend = "inductor" if runs_compiled(self.options, planned.plan) else "eager"
         options = replace(self.options, backend=backend)
-        return RankContext(self.world, self.captures, tensors, placement, values, options)
+        return RankContext(self.world, self.captures, tensors, placement, shared, options)
 
     def _executor_of(self, planned: Planned, context: RankContext) -> Executor:
         """Return the executor of the batches that a plan is for.  Collective."""
@@ -182,9 +233,10 @@ class SessionPlan:
         return executor
 
     def _install(self, planned: Planned, context: RankContext, executor: Executor) -> None:
-        context.tensors.forget_earlier()
+        context.tensors.settle(self._later_values)
         self.plan, self._captured = planned.plan, planned.captured
         self.context = context
+        self.activations.begin(self.batch, max(self.plan.micro_rows))
         context.values.drop_foreign_gradients()
         signature = digest_of(repr(self.batch.signature()))
         kind = "step", digest_of(self.captures.version), signature
@@ -199,6 +251,11 @@ class SessionPlan:
     def graph(self) -> Graph:
         """The captured graph that was planned."""
         return self._captured.graph
+
+    @property
+    def whole_graph(self) -> Graph:
+        """The graph of the whole model; it begins before `graph` if the plan begins behind frozen layers.  Local."""
+        return self.captures(self.batch.plain, self.graph.size).graph if self.batch.kept else self.graph
 
     @property
     def last_captured(self) -> Captured:
@@ -288,6 +345,7 @@ class SessionPlan:
     def close(self) -> None:
         """Leave the process group.  The model keeps the weights that this rank holds."""
         self._kinds.clear()
+        self.activations.close()
         self.world.close()
 
 

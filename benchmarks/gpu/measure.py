@@ -162,6 +162,6 @@ def failed(error: BaseException) -> Answer:
 def measured_cluster(job: Job) -> Answer:
     """Return the cluster measured on this rank's machine and links."""
     from autopart.files.clusters import cluster_to_dict
-    from autopart.session.host_costs import detect_all
+    from autopart.session.pipe.host_costs import detect_all
 
     return {"cluster": cluster_to_dict(detect_all(job.world))}

@@ -128,7 +128,11 @@ def _path_bound(space: SearchSpace, rows: int, orders: bool) -> int:
 
 
 def _chain_bound(space: SearchSpace, micro_rows: tuple[int, ...]) -> int:
-    """Return the larger of two relaxations: until the last backward has come back, and until the last sum is done."""
+    """Return the larger of two relaxations: until the last backward has come back, and until the last sum is done.
+
+    The first micro-batch passes every stage before the next one can begin, since the blocks are a chain; it comes back
+    where gradients do, not through frozen layers.
+    """
     rows, micros = max(micro_rows), len(micro_rows)
     link_ns = min(level.link.latency_ns for level in space.costs.cluster.levels)
     waits, sends = gradient_edges(space), gradient_edges(space, rows)
@@ -137,11 +141,11 @@ def _chain_bound(space: SearchSpace, micro_rows: tuple[int, ...]) -> int:
         forward, backward, after = _optimistic(space, replicas, -(-rows // replicas))
         both_ways = forward + backward
         busy = np.where(space.legal, micros * both_ways, INFEASIBLE)
-        until_backward[replicas] = busy, np.where(waits, both_ways, 0) + np.where(sends, 2 * link_ns, 0)
+        until_backward[replicas] = busy, np.where(waits, both_ways, forward) + np.where(sends, 2 * link_ns, 0)
         if space.costs.overlap:  # the last backward hides the sum
             after = np.maximum(after - backward, 0)
         busy = np.where(space.legal, micros * both_ways + after, INFEASIBLE)
-        until_sum[replicas] = busy, np.where(waits, forward, 0) + np.where(sends, link_ns, 0)
+        until_sum[replicas] = busy, forward + np.where(sends, link_ns, 0)
     n, devices = space.chain.n, most_devices(space, rows)
     return max(_least_latency(n, devices, until_backward), _least_latency(n, devices, until_sum))
 

@@ -51,7 +51,7 @@ def _different(graph: Graph, other: Graph) -> RefusedError | None:
     return RefusedError(
         "the model runs other operations on shorter sequences",
         where=f"{op.target} in module {op.module} at {op.where}" if op else f"{len(graph.ops)} ops",
-        why="code for a slice is made from one program for every length",
+        why="one program has to fit every length",
         fix=_FIX,
     )
 

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from autopart.ir.errors import ClusterError, WorkerError
-from autopart.launcher import restart_count
 from autopart.runtime.activity import waiting
+from autopart.runtime.group.generations import generation
 
 POLL_S = 0.01
 UNWATCHED = timedelta(days=7)
@@ -74,7 +74,8 @@ def launchers_store(limit_s: float, look: Look = lambda: None) -> tuple[Store, i
                 fix="let torchrun or autopart.launch start the ranks; both set them to the host and a port of rank 0",
             )
         store = _connected(address[0], int(address[1]), rank, limit_s, look)
-        _found[address] = PrefixStore(f"gen{restart_count()}", store), rank, size
+        name = generation(store, rank, size, limit_s, look)
+        _found[address] = PrefixStore(f"gen{name}", store), rank, size
     return _found[address]
 
 

@@ -15,6 +15,7 @@ from contextlib import suppress
 import torch.distributed as dist
 
 from autopart.ir.errors import UsageError
+from autopart.launcher import restart_count
 from autopart.runtime.activity import JOINING, set_activity
 from autopart.runtime.group.breaking import break_group
 from autopart.runtime.group.rendezvous import UNWATCHED, launchers_store, open_default_group, rank0_has_store
@@ -123,7 +124,7 @@ class _SharedGroup:
             return ""
         store = dist.distributed_c10d._get_default_store()
         self.monitor = Monitor(dist.get_rank(), size, limit_s)
-        self.monitor.attach(store, rank0_has_store=rank0_has_store())
+        self.monitor.attach(store, rank0_has_store=rank0_has_store(), life=restart_count())
         name = [uuid.uuid4().hex]
         dist.broadcast_object_list(name, 0, group=self._group)
         return name[0]

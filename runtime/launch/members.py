@@ -19,8 +19,8 @@ LONGEST_S = 3600.0
 class Members:
     """The devices of a cluster of `of` devices, and which of them may have a rank.
 
-    least, most: the numbers of ranks between which the run goes on.  rejoin_s: seconds after which a lost device is
-    used again; they double each time that it is lost within ten times that time of coming back.  inf: never.
+    least, most: the smallest and the largest number of ranks of the run.  rejoin_s: seconds after which a lost device
+    is used again; they double each time that it is lost within ten times that time of coming back.  inf: never.
     """
 
     of: int

@@ -69,17 +69,31 @@ class WeightVersions:
         """Make a new version.  change: writes to the parameters.  needed: the oldest version that a later forward
         uses."""
         uses = Counter(self._used.values())
+        gone = [number for number in self._leaves if number < needed and not uses[number]]
+        freed = [self._drop(number) for number in gone if number < self.newest]
         if uses[self.newest] or needed <= self.newest:
             if self.newest not in self._leaves:
                 self._leaves[self.newest] = self._leaves_now()
-            for parameter in self.parameters:
-                parameter.data = parameter.data.clone()
+            self._move(freed[0] if freed else {})
         change()
         self.newest += 1
-        for number in [number for number in self._leaves if number < needed and not uses[number]]:
-            del self._leaves[number]
-            self._casts.pop(number, None)
+        if self.newest - 1 in gone:  # shares the memory of the parameters
+            self._drop(self.newest - 1)
         self.most_held = max(self.most_held, len(self._leaves.keys() | {self.newest}))
+
+    def _drop(self, number: int) -> _Tensors:
+        """Forget a version, and return its tensors."""
+        self._casts.pop(number, None)
+        return self._leaves.pop(number)
+
+    def _move(self, freed: _Tensors) -> None:
+        """Give the parameters the same values in other memory: that of a version which is gone, or new memory, which
+        the system has to clear first."""
+        own = list({id(p): (name, p) for name, p in self._parameters.items()}.values())
+        targets = [freed[name].data if freed else torch.empty_like(p.data) for name, p in own]
+        torch._foreach_copy_(targets, [p.data for _, p in own])
+        for (_, parameter), target in zip(own, targets, strict=True):
+            parameter.data = target
 
     def restart(self) -> None:
         """Forget all versions but the newest, which counts from 0 again.  Nothing may be in flight."""

@@ -23,6 +23,7 @@ import torch
 from torch.nn.functional import linear
 
 from autopart.runtime.masters import gradient_dtype
+from autopart.runtime.stages.products import multiply, takes_onednn
 from autopart.runtime.stages.stage_module import trained_leaf
 
 
@@ -45,12 +46,12 @@ class WeightGradient:
         parameter, left = self.parameter, self.left.t()
         total = parameter.grad
         if total is not None and total.layout == torch.strided:
-            if total.dtype == left.dtype:
+            if total.dtype == left.dtype and not takes_onednn(left, self.right):
                 total.addmm_(left, self.right)
             else:  # half precision: rounded as autograd would, and added in fp32
-                total.add_(left.mm(self.right))
+                total.add_(multiply(left, self.right))
             return
-        made = left.mm(self.right).to(gradient_dtype(parameter))
+        made = multiply(left, self.right).to(gradient_dtype(parameter))
         parameter.grad = made if total is None else made + total  # a sparse one is that of an embedding
 
 
@@ -101,7 +102,7 @@ class _Product(torch.autograd.Function):
         ctx.bias_shape = None if bias is None else bias.shape
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight)
-        return linear(x, weight if transposed else weight.t(), bias)
+        return multiply(x, weight.t() if transposed else weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
@@ -119,7 +120,7 @@ class _Product(torch.autograd.Function):
             _later.append(gradient)
         else:
             gradient.add()
-        back = grad.mm(weight if ctx.transposed else weight.t()).view(shape) if needed[0] else None
+        back = multiply(grad, weight if ctx.transposed else weight.t()).view(shape) if needed[0] else None
         return back, None, grad.sum_to_size(ctx.bias_shape) if needed[2] else None, None, None
 
 
@@ -129,6 +130,8 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tr
     Where the weight is trained, the backward adds its gradient to the `.grad` of the parameter.
     """
     leaf = trained_leaf(weight)
+    if leaf is None and not torch.is_grad_enabled() and (bias is None or bias.dim() < 2):
+        return multiply(x, weight.t() if transposed else weight, bias)
     if leaf is None or (bias is not None and bias.dim() > 1):
         return linear(x, weight if transposed else weight.t(), bias)
     made: torch.Tensor = _Product.apply(x, weight, bias, (leaf,), transposed)  # type: ignore[no-untyped-call]

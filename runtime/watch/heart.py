@@ -37,8 +37,8 @@ class Heart:
     """Sends heartbeats until `stop`.  seen: those of the other ranks that have come; cause: why a rank of the group
     failed."""
 
-    def __init__(self, store: Store, rank: int, size: int) -> None:
-        life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    def __init__(self, store: Store, rank: int, size: int, life: int) -> None:
+        """life: number of the restart of the ranks, where the store has keys of earlier ones."""
         self._store = PrefixStore(f"autopart/watch/{life}", store.clone())  # type: ignore[attr-defined]
         self._rank, self._size = rank, size
         self._machine, self._beats = this_machine(), 0

@@ -64,10 +64,11 @@ class Monitor:
 
     # -- for the main thread ---------------------------------------------------------------------------------------
 
-    def attach(self, store: Store, *, rank0_has_store: bool) -> None:
-        """Send heartbeats through this store.  rank0_has_store: whether it ends with rank 0, not with the launcher."""
+    def attach(self, store: Store, *, rank0_has_store: bool, life: int = 0) -> None:
+        """Send heartbeats through this store.  rank0_has_store: whether it ends with rank 0, not with the launcher.
+        life: as for `Heart`."""
         self._rank0_has_store = rank0_has_store
-        self._heart = Heart(store, self.rank, self.size)
+        self._heart = Heart(store, self.rank, self.size, life)
 
     def enter(self, group: str, breaker: Callable[[], None]) -> None:
         """Watch a group that was opened; `breaker` breaks it."""

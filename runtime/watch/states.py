@@ -115,7 +115,7 @@ def verdict(
 def _too_late(late: Sequence[RankState], limit_s: float, states: Mapping[int, RankState]) -> WorkerError:
     if late:
         who = " and ".join(root.name for root in late)
-        what = f"{who} did not go on for {limit_s:g} s, and the others wait for that"
+        what = f"{who} made no progress for {limit_s:g} s, and the others wait for that"
     else:
         what = f"the ranks have waited for each other for {limit_s:g} s"
     return WorkerError(

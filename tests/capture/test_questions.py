@@ -195,7 +195,7 @@ def _row_by_row(m: Reader, x: torch.Tensor) -> torch.Tensor:
         (_activation, (ids(),), CaptureError, ("first.", "torch.where", __file__)),
         (_logged, (ids(),), CaptureError, ("reads a number", "output", __file__)),
         (_random, (ids(),), CaptureError, ("random numbers", __file__)),
-        (_row_by_row, (ids(),), RefusedError, ("how many rows", "micro_batches=1", __file__)),
+        (_row_by_row, (ids(),), RefusedError, ("the number of rows", "micro_batches=1", __file__)),
         (picked, (uneven(),), RefusedError, ("x[mask]", "micro_batches=1", __file__)),
         (filled, (uneven(), IMAGES), RefusedError, ("masked_scatter",)),
     ],

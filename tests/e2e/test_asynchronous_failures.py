@@ -166,7 +166,7 @@ KILLED = [
     ("body", "hang", 2, "pipedream", "between batches"),
     ("optimizer", "hang", 0, "pipedream-2bw", "0U"),
 ]
-SAID = {"kill": "died: killed by signal 9 (SIGKILL)", "stop": "is stopped", "hang": "did not go on for 2 s"}
+SAID = {"kill": "died: killed by signal 9 (SIGKILL)", "stop": "is stopped", "hang": "made no progress for 2 s"}
 SECONDS = {"kill": LIMIT_S, "stop": 15.0, "hang": 15.0}
 
 

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 from support.jobs import elastic_jobs as jobs
+from support.jobs import straggler_jobs as stragglers
+from support.jobs.fault_runs import environment
+from support.workers import Workers
 
 import autopart
 
@@ -23,3 +35,60 @@ def test_three_of_four_ranks_go_on_after_a_kill_and_the_fourth_joins_back(tmp_pa
     assert {each.world for each in steps if each.generation == 1} == {3}
     assert steps[-1].world == 4
     assert all(each.working == each.world for each in steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slow_rank", [0, 1])
+def test_a_rank_slowed_to_a_third_is_named_and_gets_less(pair: Workers, slow_rank: int) -> None:
+    for losses, named, adopted, before, after in pair.run(stragglers.train, 2, slow_rank, 3):
+        assert 0 < named <= 20
+        assert adopted and after < 0.7 * before
+        torch.testing.assert_close(losses, stragglers.plainly(len(losses)), rtol=1e-10, atol=0)
+
+
+def agent(run: jobs.Run, port: int) -> subprocess.Popen[bytes]:
+    """Start an agent of torchrun with two ranks; the first one holds the store."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "2"]
+    command += ["--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+    command += ["--rdzv-conf", "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3", "--rdzv-id", "e"]
+    command += ["-m", "support.jobs.elastic_jobs", run.text()]
+    env = environment() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    with Path(run.folder, f"log-{time.monotonic_ns()}").open("wb") as log:
+        return subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
+
+
+def await_steps(folder: str, world: int, agents: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Wait until the newest five steps were made by so many ranks, which have saved at least one of them."""
+    end = time.monotonic() + 200
+    while [each.world for each in jobs.every_step(folder)[-5:]] != [world] * 5:
+        alive = [each.poll() is None for each in agents]
+        logs = [path.read_text()[-3000:] for path in Path(folder).glob("log-*")]
+        assert time.monotonic() < end and all(alive), "\n".join(logs)
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_under_torchrun_a_second_host_joins_and_is_lost(tmp_path: Path) -> None:
+    Path(tmp_path, "steps").touch()
+    run = jobs.Run(str(tmp_path), steps=10**9, pause_s=0.05)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    agents = [agent(run, port)]
+    try:
+        await_steps(run.folder, 2, agents)
+        agents.append(agent(run, port))
+        await_steps(run.folder, 4, agents)
+        os.killpg(agents[1].pid, signal.SIGKILL)
+        await_steps(run.folder, 2, agents[:1])
+        agents[0].terminate()
+        agents[0].wait(120)
+    finally:
+        for each in agents:
+            with suppress(ProcessLookupError):
+                os.killpg(each.pid, signal.SIGKILL)
+            each.wait(20)
+    steps = jobs.noted(run.folder)
+    assert {each.world for each in steps} == {2, 4}
+    jobs.require_each_sample_once(steps)
+    assert jobs.largest_error(steps) < 1e-10

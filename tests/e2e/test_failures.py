@@ -91,7 +91,7 @@ def test_what_raises_in_the_backward_is_reported_with_stage_and_micro_batch(work
     assert str(error).count("the op gave up") == 1
 
 
-SAID = {"kill": "SIGKILL", "stop": "is stopped", "hang": "did not go on for 2 s"}
+SAID = {"kill": "SIGKILL", "stop": "is stopped", "hang": "made no progress for 2 s"}
 
 
 @pytest.mark.slow

@@ -49,5 +49,5 @@ def reporters(launcher: str, output: str) -> set[str]:
     """Return the processes that report the failure as their own: the launcher with a rank's traceback, or the rank."""
     if launcher == "launch":
         return set(re.findall(r"^traceback of rank \d|failed first", output, re.M))
-    own = r"^\[rank(\d)\]: (?:autopart\.ir\.errors\.StageError: |RuntimeError: the op gave up)"
+    own = r"^(?:\[rank|rank )(\d)\]?: (?:autopart\.ir\.errors\.StageError: |RuntimeError: the op gave up)"
     return set(re.findall(own, output, re.M))

@@ -42,9 +42,7 @@ PAIRS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=[] if k in ("1f1b", "searched") else pytest.mark.slow) for k in PAIRS]
-)
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=[] if k == "1f1b" else pytest.mark.slow) for k in PAIRS])
 def test_layers_freeze_and_learn_again_under_one_plan(pair: Workers, kind: str) -> None:
     options: dict[str, Any] = {"stages": 2, "replicas": 1, "micro_batches": 3} | PAIRS[kind]
     found = pair.run(jobs.frozen_steps, jobs.plan_of(2, **options), WAY)

@@ -36,7 +36,7 @@ def same(found: Sequence[Trained], expected: Trained, rtol: float = 1e-10, atol:
 
 
 def test_a_language_model_with_tied_weights_freezes_and_the_plan_follows(pair: Workers) -> None:
-    way = Way("gpt", depth=4, frozen=(0, 2, 3), period=3, options=PIPELINE)
+    way = Way("gpt", depth=4, frozen=(0, 2, 3), period=2, options=PIPELINE)
     found = pair.run(jobs.run, way, 2)
     same(found, jobs.alone(way))
     first, *_, last = found[0].plans
@@ -77,6 +77,25 @@ def test_dropout_draws_what_one_rank_draws(workers: Workers, family: str) -> Non
     way = Way(family, dropout=0.2, options=REPLICAS)
     found = workers.run(jobs.run, way, 4)
     same(found, jobs.run(replace(way, options={}), 1, replan=False))
+
+
+MORE: dict[str, tuple[int, dict[str, Any]]] = {
+    "slices": (2, {**PIPELINE, "token_slices": (4, 4), "cuts": ("layers.2",)}),
+    "zero bubble": (2, {**PIPELINE, "schedule": "zb-h1", "cuts": ("layers.2",)}),
+    "searched": (2, {"stages": 4, "stages_per_rank": 2, "schedule": "searched", "replicas": 1}),
+    "in turn": (4, {"stages": 2, "replicas": 2, "replica_policy": "turn", "cuts": ("layers.2",)}),
+    "recomputed": (2, {**PIPELINE, "recompute": "all", "cuts": ("layers.2",)}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", MORE)
+def test_every_kind_of_plan_has_stages_that_are_forward_only(pair: Workers, workers: Workers, kind: str) -> None:
+    ranks, options = MORE[kind]
+    way = Way("gpt", depth=5, frozen=(0, 2, 4, 5), period=3, options=options)
+    found = (pair if ranks == 2 else workers).run(jobs.run, way, ranks)
+    same(found, jobs.alone(way))
+    assert all(own.backwards[0] for own in found) and not all(own.backwards[-1] for own in found)
 
 
 @pytest.mark.slow

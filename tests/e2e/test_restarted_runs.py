@@ -66,7 +66,7 @@ def test_kills_among_stages_with_replicas_that_share_the_optimizer_change_no_bit
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("how", "says"), [("stop", r"rank 1 .*is stopped"), ("hang", r"rank 1 .*(did not go on|does not answer)")]
+    ("how", "says"), [("stop", r"rank 1 .*is stopped"), ("hang", r"rank 1 .*(made no progress|does not answer)")]
 )
 def test_a_rank_that_is_stopped_or_hangs_is_named_and_the_run_goes_on(
     pair: Workers, tmp_path: Path, how: str, says: str

@@ -154,6 +154,7 @@ def test_what_a_prefix_freezes_is_all_that_its_layers_depend_on(g: Graph, data: 
 # ---- on running pipes ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_norms_over_stages_and_replicas_are_those_of_one_process(pair: Workers) -> None:
     expected = jobs.plain_norms()
     for plan in jobs.plans():
@@ -163,13 +164,15 @@ def test_norms_over_stages_and_replicas_are_those_of_one_process(pair: Workers) 
 
 
 def test_a_policy_freezes_on_all_ranks_and_thaws_what_it_froze(pair: Workers) -> None:
-    for flags, changed, losses in pair.run(jobs.followed, jobs.plans()[0]):
+    for flags, changed, losses, norms in pair.run(jobs.followed, jobs.plans()[0]):
+        assert norms == pytest.approx(jobs.plain_norms(), rel=1e-12)
         assert changed == [False, True, True, False, True, True]
         assert flags[0] == [] and flags[1] == ["layers.0"] and flags[2] == ["layers.0", "layers.1", "layers.2"]
         assert flags[3] == flags[2] and flags[4] == ["layers.0"] and flags[5] == []
         assert losses == pytest.approx(jobs.plain_losses(flags), rel=1e-12)
 
 
+@pytest.mark.slow
 def test_what_is_no_prefix_is_refused_on_all_ranks(pair: Workers) -> None:
     for error in pair.run(jobs.refused_prefix, jobs.plans()[0]):
         assert "cannot freeze while layers.0 learns" in str(error)

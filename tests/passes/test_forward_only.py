@@ -15,6 +15,7 @@ from support.languages.parts import parse_actions, parts_text
 from support.oracles.order_oracle import best_step_ns
 from support.oracles.planner_oracle import Kind, Problem, candidates, compare, problem, problems, says
 
+from autopart.files.plans import diff_plans
 from autopart.ir.actions import ACTIONS, FORWARD
 from autopart.ir.decision import Decision, Stage, check_decision
 from autopart.ir.errors import PlanError, ProgramError
@@ -227,11 +228,26 @@ def test_a_frozen_stage_needs_no_gradients_state_or_activations() -> None:
     assert first.peak_bytes == weights + first.workspace_bytes + first.buffer_bytes + 8 * 8 * 2
 
 
+@pytest.mark.slow
+def test_the_pipeline_shrinks_and_replicas_come_as_layers_freeze() -> None:
+    """What AutoPipe and AutoDP of PipeTransformer do by halving the stages."""
+    machine = cluster(8, memory=400_000, bytes_per_s=10**12)
+    plans = [plan_of(frozen(layers(12, size=2000), count), machine, rows=(4,) * 8, zero=None) for count in (0, 25, 45)]
+    stages = [len(plan.stages) for plan in plans]
+    replicas = [max(len(stage.ranks) for stage in plan.stages) for plan in plans]
+    assert stages == sorted(stages, reverse=True) and stages[0] > stages[-1], stages
+    assert replicas == sorted(replicas) and replicas[0] < replicas[-1], replicas
+    assert plans[-1].stages[0].forward_only
+    assert all(one.step_ns > two.step_ns for one, two in pairwise(plans))
+
+
 def test_a_plan_with_frozen_layers_says_so() -> None:
     plan = plan_of(frozen(layers(4, size=100), 13), cluster(2), micros=8, stages=2, replicas=1)
     assert [stage.forward_only for stage in plan.stages] == [True, False]
     text = plan.explain()
     assert "learns" in text and "forward only" in text
+    decision = replace(plan.decision, stages=(replace(plan.stages[0], forward_only=False), plan.stages[1]))
+    assert "stage 0 is forward only: yes -> no" in diff_plans(plan, replace(plan, decision=decision))
     assert "learns" not in plan_of(layers(4, size=100), cluster(2), micros=8, stages=2, replicas=1).explain()
 
 

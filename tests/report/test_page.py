@@ -135,7 +135,7 @@ def test_a_measured_step_stands_beside_the_simulated_one(planned: Plan) -> None:
 def test_a_step_of_another_plan_is_refused(planned: Plan) -> None:
     for text in ("9F0", "0F99", "0F0.1"):
         other = Timeline((Span(0, parse_action(text), 0, 5),))
-        with pytest.raises(UsageError, match="not one of this plan"):
+        with pytest.raises(UsageError, match="does not belong to this plan"):
             plan_page(planned, measured=other)
 
 

@@ -58,6 +58,16 @@ def test_a_rank_prints_what_no_other_prints(
     assert error.what in text or lines == "nothing"
 
 
+def test_a_cause_in_the_code_of_the_user_is_printed_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    error = StageError("an op failed")
+    error.__cause__ = raised(ValueError("in my op"))[0]
+    text = printed(error, None)
+    assert text.index(Path(__file__).name) < text.index("ValueError: in my op") < text.index("an op failed")
+    error.__cause__ = raised(BatchError("told by another rank"))[0]
+    assert printed(error, None) == "autopart.ir.errors.StageError: an op failed\n"
+
+
 def test_a_hook_of_the_user_stays() -> None:
     code = (
         "import sys, autopart\n"

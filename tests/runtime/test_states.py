@@ -54,7 +54,7 @@ def test_the_ends_of_the_chains_of_waiting_ranks_hold_up_the_others(states: list
     ("last", "waited_s", "says"),
     [
         (rank(2), 99.0, None),  # a long forward is no hang
-        (rank(2, still_s=100.0), 100.0, "rank 2 (stage 2) did not go on for 100 s, and the others wait for that"),
+        (rank(2, still_s=100.0), 100.0, "rank 2 (stage 2) made no progress for 100 s, and the others wait for that"),
         (rank(2, still_s=5e3), 99.0, None),
         (rank(2, still_s=5e3, doing="planning", phase=PATIENT), 5e3, None),
         (rank(2, dead=DEAD, still_s=1.0), 6.0, "rank 2 (stage 2) is stopped: process 7, by a signal"),
@@ -79,7 +79,7 @@ def test_planning_has_no_limit_but_the_one_that_is_set() -> None:
     assert verdict(1, states, 500.0, limit_s=10.0) is None
     assert verdict(1, states, 500.0, limit_s=10.0, planning_s=501.0) is None
     found = verdict(1, states, 500.0, limit_s=10.0, planning_s=100.0)
-    assert found is not None and "rank 0 (stage 0) did not go on for 100 s" in found.what
+    assert found is not None and "rank 0 (stage 0) made no progress for 100 s" in found.what
 
 
 def test_a_long_capture_is_named_after_half_a_minute_and_again_after_two(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +113,7 @@ def test_a_rank_that_waits_but_sends_no_heartbeat_is_the_one_that_holds_up_the_o
         assert found is not None
         named[silent] = found
     assert named[1.0].what == "the ranks have waited for each other for 12 s"
-    assert named[13.0].what.startswith("rank 1 (stage 1) did not go on for 12 s")
+    assert named[13.0].what.startswith("rank 1 (stage 1) made no progress for 12 s")
     assert "no sign of life for 13 s, its process runs: native code that holds the GIL?" in named[13.0].where
     monitor._heart = None
     monitor.stop()
@@ -130,7 +130,7 @@ def test_a_rank_that_opens_the_group_waits_for_one_that_left_the_one_before() ->
     states = world(joining, rank(1, phase=AWAY, still_s=500.0))
     assert verdict(0, states, 60.0, limit_s=100.0) is None
     late = verdict(0, states, 100.0, limit_s=100.0)
-    assert late is not None and "did not go on" in late.what
+    assert late is not None and "made no progress" in late.what
 
 
 def test_a_rank_that_goes_on_while_it_is_looked_at_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ def test_who_writes_to_the_model_is_told_and_not_overwritten() -> None:
     stale = optimizer(own.parameters())
     with compiled(own, "cpu:1") as pipe:
         pipe.step(batch())
-        with pytest.raises(UsageError, match=r"drives 0\.weight of the model, which has a master") as caught:
+        with pytest.raises(UsageError, match=r"updates 0\.weight of the model, which has a master") as caught:
             stale.step()
         assert "pipe.parameters()" in caught.value.fix
         with torch.no_grad():

@@ -124,6 +124,18 @@ def test_a_changed_file_is_named_and_nothing_is_loaded(tmp_path, count):
     assert refused > 0.8 * count
 
 
+def test_a_changed_number_in_the_document_is_found(tmp_path):
+    model, optimizer, scheduler = trained()
+    page = autopart.save_from(model, tmp_path, optimizer, scheduler, step=3) / "checkpoint.json"
+    text = page.read_text()
+    page.write_text(text.replace('"lr": 0.00', '"lr": 0.01'))
+    assert page.read_text() != text
+    with pytest.raises(autopart.CheckpointError, match=r"checkpoint.json was changed since it was written"):
+        autopart.load_into(model, tmp_path, optimizer, scheduler)
+    page.write_text(json.dumps(json.loads(text), sort_keys=True))  # spaces and order have no meaning
+    autopart.load_into(model, tmp_path, optimizer, scheduler)
+
+
 def test_a_checkpoint_of_another_model_or_optimizer_is_refused(tmp_path):
     model, optimizer, _ = trained()
     autopart.save_from(model, tmp_path, optimizer)

@@ -65,7 +65,8 @@ def test_layers_freeze_and_the_plan_follows(pair: Workers) -> None:
         assert first.before_s >= first.after_s or not first.adopted
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_what_is_said_to_move_moves(pair: Workers, dtype: torch.dtype) -> None:
     """Weights, masters and gradients from their owners, and the optimizer's state."""
     found = pair.run(jobs.moved, dtype)

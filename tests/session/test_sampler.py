@@ -15,6 +15,7 @@ from support.jobs.checkpoint_jobs import model
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import autopart
+from autopart.files.checkpoints.document import hash_of
 from autopart.ir.errors import CheckpointError, UsageError
 from autopart.session.state.sampler import DataPosition, Order, PositionedSampler, sampler_of
 
@@ -62,6 +63,38 @@ def test_batches_that_workers_took_ahead_are_not_counted() -> None:
         taken += batch.tolist()
         position.advance()
     assert sorted(taken) == list(range(23)) and (position.epoch, position.consumed) == (1, 0)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # of torchdata 0.11 with torch 2.13
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stateful_loader_gives_each_sample_once_and_its_own_state_is_refused(workers: int) -> None:
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
+    position, dataset, taken = DataPosition(), TensorDataset(torch.arange(23)), list[int]()
+    sampler = sampler_of(position, dataset, 4, 0, shuffle=True, drop_last=False)
+    loader = torchdata.StatefulDataLoader(dataset, batch_sampler=sampler, num_workers=workers)
+    for (batch,) in loader:
+        taken += batch.tolist()
+        position.advance()
+        if len(taken) == 8:
+            break
+    state = loader.state_dict()
+    position = restarted(position)
+    rest = sampler_of(position, dataset, 5, 0, shuffle=True, drop_last=False)
+    loader = torchdata.StatefulDataLoader(dataset, batch_sampler=rest, num_workers=workers)
+    for (batch,) in loader:
+        taken += batch.tolist()
+        position.advance()
+    assert sorted(taken) == list(range(23)) and (position.epoch, position.consumed) == (1, 0)
+    loader.load_state_dict(state)
+    with pytest.raises(UsageError, match="load_state_dict was called on a StatefulDataLoader"):
+        iter(loader)
+
+
+def test_the_state_of_a_stateful_loader_cannot_move_the_position() -> None:
+    sampler = sampler_of(DataPosition(), range(10), 4, 0, shuffle=True, drop_last=False)
+    assert sampler.state_dict() == {}
+    with pytest.raises(UsageError, match=r"pipe\.load sets it"):
+        sampler.load_state_dict({})
 
 
 def test_drop_last_ends_an_epoch_before_the_smaller_batch() -> None:
@@ -135,7 +168,8 @@ def test_a_checkpoint_with_a_changed_position_changes_nothing(tmp_path: Path) ->
         page = pipe.save(tmp_path) / "checkpoint.json"
         kept = json.loads(page.read_text())
         kept["companions"]["data"]["consumed"] = "4"
-        page.write_text(json.dumps(kept))
+        del kept["sha256"]
+        page.write_text(json.dumps(kept | {"sha256": hash_of(kept)}))
         with torch.no_grad():
             next(pipe.parameters()).add_(1.0)
         before = pipe.state_dict()

@@ -237,7 +237,7 @@ def test_a_rank_that_stands_still_is_named_at_the_limit_and_planning_does_not_co
     assert len(set(workers.run(rank_error_jobs.slow_planning, 3.0))) == 1
     heard = workers.run(rank_error_jobs.late_rank, 3.0)
     for kind, text, after_s in (heard[0], heard[2]):
-        assert kind == "WorkerError" and "rank 1 (stage 1) did not go on for 3 s" in text, text
+        assert kind == "WorkerError" and "rank 1 (stage 1) made no progress for 3 s" in text, text
         assert after_s <= 10
 
 

@@ -159,5 +159,5 @@ def test_a_mask_that_was_changed_after_it_was_proven_causal_is_refused(loaded):
             pipe.load_state_dict({**pipe.state_dict(), "seen": changed})
         else:
             model.seen.copy_(changed)
-        with pytest.raises(autopart.RefusedError, match="buffer was changed from which it was proven"):
+        with pytest.raises(autopart.RefusedError, match="buffer was changed on which the proof rests"):
             pipe.step(batch)

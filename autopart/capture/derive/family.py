@@ -89,7 +89,7 @@ def capture_family(
     """
     if others is None:
         return ProgramFamily(captures, batch, captures(batch, base), None)
-    if any(parameter.is_meta for parameter in captures.model.parameters()):
+    if not captures.values_come and any(parameter.is_meta for parameter in captures.model.parameters()):
         with suppress(CaptureError, RefusedError):  # errors that do not come from the prime number are raised below
             family = _inferred(captures, batch, others)
             if family is not None:

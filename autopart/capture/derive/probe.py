@@ -40,14 +40,15 @@ _MOST_TRIALS = 24
 def prove_rows(small: Captured, large: Captured, names: Iterable[str], batch: Batch) -> frozenset[str]:
     """Return those of `names` whose rows are independent, and those that are constants equal in both captures.
 
-    small, large: one model captured at two numbers of rows, with real weights; batch: the user's data.  The model is
+    small, large: one model captured at two numbers of rows; without weights only constants are compared.  batch: the
+    user's data.  The model is
     not changed.  Costs a few forward and backward passes.
     """
     asked = set(names)
     constants = {n for n in asked if n in large.tensors and _same(small.tensors[n], large.tensors[n])}
     values = [v.name for v in large.graph.values if v.name in asked and _rows_axis(v.name, small, large) is not None]
     if any(t.is_meta for t in large.tensors.values()):
-        return frozenset()
+        return frozenset(constants)
     seen = dict.fromkeys(values, 0)  # value: random batches that tell something about it
     for turn in range(_MOST_TURNS):
         if not seen or min(seen.values()) >= _enough(seen, large):

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopart.capture.batch.batch import Batch
+from autopart.capture.capture import Captured
 from autopart.capture.derive.family import Captures, ProgramFamily, another_size
 from autopart.capture.derive.probe import prove_rows
 from autopart.capture.derive.rows import mark_rows
@@ -83,7 +84,7 @@ def loss_reduction(family: ProgramFamily, splits: Sequence[Sequence[int]], state
         except UnprovenRows as unproven:
             if unproven.stated is not None:
                 return _confirmed(family, unproven, stated)
-            found = _prove(family, unproven.names) - proven
+            found = _prove(family, unproven) - proven
             if not found:  # what is proven makes rules apply further on, which ask for more
                 raise unproven.refusal from None
             proven |= found
@@ -102,6 +103,8 @@ def _confirmed(family: ProgramFamily, unproven: UnprovenRows, stated: str) -> Lo
     if large.graph.rows % small.graph.rows:
         large = family.captured(replace(small.graph.size, rows=2 * small.graph.rows))
     why = "it reads no class numbers of the batch that could be counted"
+    if _without_values(large):
+        meanings, why = (), _WITHOUT_VALUES
     for meaning in meanings:
         why = refuted(small, large, meaning, family.batch)
         if not why:
@@ -145,13 +148,29 @@ def row_layouts(
                     fix="use replicas=1, or the same number of replicas for every stage",
                 ) from None
             tried |= unproven.names
-            proven |= _prove(family, unproven.names)
+            proven |= _prove(family, unproven)
 
 
-def _prove(family: ProgramFamily, names: frozenset[str]) -> frozenset[str]:
+_WITHOUT_VALUES = "numbers would have to show it, and the model is on the meta device"
+
+
+def _without_values(captured: Captured) -> bool:
+    return any(tensor.is_meta for tensor in captured.tensors.values())
+
+
+def _prove(family: ProgramFamily, unproven: UnprovenRows) -> frozenset[str]:
     """Return those of the values that numbers show to be slices of the whole batch's values."""
     assert family.other is not None
     if family.on_meta:
-        return names  # planning only: compile checks again, with values
+        return unproven.names  # planning only: compile checks again, with values
     small, large = sorted((family.base, family.other), key=lambda captured: captured.graph.rows)
-    return prove_rows(small, large, names, family.batch)
+    found = prove_rows(small, large, unproven.names, family.batch)
+    if not found and _without_values(large):
+        raise RefusedError(
+            "it is not known whether the rows of a batch are independent of each other in this model",
+            where=unproven.where,
+            why=f"{unproven.why}; {_WITHOUT_VALUES}",
+            fix="use micro_batches=1 and replicas=1, or build a model of the same code, small enough to have values, "
+            "and see with autopart.verify what it says",
+        )
+    return found

@@ -38,7 +38,7 @@ def token_recipe(captures: CaptureCache, batch: Batch, size: Size) -> Recipe | R
     tokens = sequence_length(batch)
     if tokens is None or tokens < 4:
         return RefusedError(
-            "the batch has no sequences that could be cut",
+            "the batch has no sequences to cut",
             why="tokens lie along axis 1 of inputs of integers, (rows, tokens), of 4 tokens at least",
             fix=_FIX,
         )

@@ -87,7 +87,7 @@ def _refusal(tensor: torch.Tensor) -> RefusedError:
             "forward() takes a gradient with torch.func (grad, vjp, jacrev or hessian)",
             where=user_line(),
             why="torch.export cannot trace a backward of torch.func",
-            fix="take the derivative forwards, with torch.func.jvp; or write it out",
+            fix="use forward-mode derivatives (torch.func.jvp), or write the derivative out",
         )
     return RefusedError(
         f"a parameter that belongs to neither the model nor the loss function is used, of shape {tuple(tensor.shape)}",

@@ -236,7 +236,7 @@ class Asker:
                 f"forward() reads more than {_MOST} numbers from the batch",
                 where=question.where,
                 why="the captured program would only fit batches with the same numbers",
-                fix="compute with the tensor: no .tolist(), .item() or int() on large inputs",
+                fix="compute with tensors: no .tolist(), .item() or int() on large inputs",
             )
         value = self._value(question, place)
         self._asked.append(question)
@@ -254,7 +254,7 @@ class Asker:
             return known[place][2]
         if any(self._batch.tensors[i].is_meta for i in question.inputs):
             raise BatchError(
-                "the model's Python asks for numbers of the batch, and the batch is on the meta device",
+                "forward() reads values of the batch, and the batch is on the meta device",
                 where=question.where,
                 fix="pass a batch with values",
             )
@@ -263,9 +263,9 @@ class Asker:
 
     def _other_questions(self, where: str) -> RefusedError:
         return RefusedError(
-            "what forward() asks about the numbers of its batch depends on how many rows there are",
+            "what forward() reads from the values of its batch depends on the number of rows",
             where=where,
-            why="the whole batch and its micro-batches would take different branches of the model's Python",
+            why="the whole batch and its micro-batches would take different branches in forward()",
             fix="use micro_batches=1, or write that loop over rows with tensor operations",
         )
 

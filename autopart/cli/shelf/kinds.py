@@ -111,7 +111,7 @@ def choose(library: ModuleType, architectures: tuple[str, ...], model_type: str)
                 note = f"{first} takes no labels: planned as {name}, as its model_type {model_type!r} is trained"
                 return name, kind, note if first else ""
     raise UsageError(
-        f"{' or '.join(architectures) or f'model_type {model_type!r}'} is not trained in a way that is known here",
+        f"{' or '.join(architectures) or f'model_type {model_type!r}'} is of no known kind of training",
         why=f"planned are {', '.join(kind.name + 's' for kind in KINDS[:-1])} and {KINDS[-1].name}",
         fix='write a function that returns (model, batch), and pass it as "file.py:function"',
     )

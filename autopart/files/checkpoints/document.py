@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -23,7 +24,9 @@ MASTER, OPTIMIZER, COMPANION = "master", "optimizer", "companion"
 """What tensors beside the weights are: "master/NAME", "optimizer/KEY/NAME" and "companion/COMPANION/NAME"."""
 AVERAGES = "averages"
 """The companion of the first averages of a pipe (`AveragedModel`); later ones have a number behind it."""
-VERSION = 1
+VERSION = 2
+OWN_HASH = "sha256"
+"""The last key of the file: the hash of all the others, so that a changed number in it is found too."""
 _AT_A_TIME = 16
 """Files that are hashed at a time, at most."""
 
@@ -83,7 +86,8 @@ _ADAPTER = TypeAdapter(Document)
 
 def write_document(folder: Path, document: Document) -> None:
     """Write `checkpoint.json` into a folder.  Raises OSError, and CheckpointError if it is too large to be read."""
-    text = json.dumps(asdict(document), indent=1, allow_nan=False)
+    values = asdict(document)
+    text = json.dumps({**values, OWN_HASH: hash_of(values)}, indent=1, allow_nan=False)
     with named(folder / NAME, CheckpointError, "save less in `extra`"):
         parse_json(text)
     write_whole(folder / NAME, text + "\n")
@@ -100,8 +104,10 @@ def read_document(folder: Path) -> Document:
                 why=f"this release of autopart reads version {VERSION}",
                 fix="load it with the release that wrote it",
             )
+        if isinstance(found, dict) and found.pop(OWN_HASH, None) != hash_of(found):
+            raise unreadable("was changed since it was written", why="its values have another SHA-256 than it says")
         try:
-            document = _ADAPTER.validate_json(text)
+            document = _ADAPTER.validate_json(json.dumps(found))
         except ValidationError as error:
             raise malformed("is not a checkpoint", problems_of(error)) from error
         for name, written in document.files.items():
@@ -110,6 +116,11 @@ def read_document(folder: Path) -> Document:
         if document.step < 0 or document.world < 1:
             raise unreadable("is not a checkpoint", where="step, world", why="a number is negative")
         return document
+
+
+def hash_of(values: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of values, whatever the order of keys and the spaces between them."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def problems_with(folder: Path, files: Mapping[str, Written]) -> list[CheckpointError]:

@@ -1,11 +1,15 @@
 """Files of tensors by name, in the safetensors format: written while they are hashed, read one tensor at a time.
 
+The library checks a file and its header.  Tensors are read here, into memory of their own: it would map the whole file
+into memory, which counts against a limit of the process.
+
 A folder may hold several, with the index that Hugging Face's loaders read.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import itertools
 import json
 import os
@@ -92,11 +96,39 @@ def _bytes_of(tensor: torch.Tensor) -> Iterator[memoryview]:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a file.  dtype: as torch has it."""
+    """A tensor in a file.  dtype: as torch has it.  offset: of its first byte in the file."""
 
     file: Path
     shape: tuple[int, ...]
     dtype: torch.dtype
+    offset: int
+
+    def read_into(self, target: torch.Tensor) -> None:
+        """Read the numbers into a contiguous tensor of this shape in host memory, converted to its dtype.
+
+        Needs 8 MiB beside it at most.  Raises CheckpointError."""
+        flat = target.detach().reshape(-1)
+        step = flat.numel() if self.dtype == target.dtype else _PIECE // self.dtype.itemsize
+        try:
+            with open(self.file, "rb", buffering=0) as file:
+                file.seek(self.offset)
+                for first in range(0, flat.numel(), step or 1):
+                    part = flat[first : first + step]
+                    piece = part if self.dtype == target.dtype else torch.empty(part.shape, dtype=self.dtype)
+                    _fill(file, memoryview(piece.view(torch.uint8).numpy()))  # type: ignore[arg-type]
+                    if piece is not part:
+                        part.copy_(piece)
+        except OSError as error:
+            raise _unreadable(self.file, error) from error
+
+
+def _fill(file: io.RawIOBase, memory: memoryview) -> None:
+    done = 0
+    while done < len(memory):
+        count = file.readinto(memory[done:])
+        if not count:
+            raise OSError("the file ends before the tensor does")
+        done += count
 
 
 class TensorFiles:
@@ -110,6 +142,7 @@ class TensorFiles:
         self.by_name: dict[str, StoredTensor] = {}
         for path in files:
             with _opened(path) as file:
+                offsets = _offsets(path)
                 for name in file.keys():  # noqa: SIM118 - not a mapping
                     if name in self.by_name:
                         raise CheckpointError(
@@ -119,7 +152,7 @@ class TensorFiles:
                     dtype = _DTYPES.get(part.get_dtype())
                     if dtype is None:
                         raise CheckpointError(f"tensor {name} is of type {part.get_dtype()}", where=str(path))
-                    self.by_name[name] = StoredTensor(path, tuple(part.get_shape()), dtype)
+                    self.by_name[name] = StoredTensor(path, tuple(part.get_shape()), dtype, offsets[name])
         for name, file_name in (index or {}).items():
             found = self.by_name.get(name)
             if found is None or found.file.name != file_name:
@@ -130,19 +163,19 @@ class TensorFiles:
         stored = self.by_name.get(name)
         if stored is None:
             raise CheckpointError(f"tensor {name} is missing", fix=AGAIN)
-        with _opened(stored.file) as file:
-            tensor: torch.Tensor = file.get_tensor(name)
-            return tensor
+        tensor = torch.empty(stored.shape, dtype=stored.dtype)
+        stored.read_into(tensor)
+        return tensor
 
-    def read_all(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield tensors by name, each file opened once.  Raises CheckpointError."""
+    def mapped(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield tensors by name that are read from their file where they are used.  Raises CheckpointError."""
         by_file: dict[Path, list[str]] = {}
         for name in names:
             if name not in self.by_name:
                 raise CheckpointError(f"tensor {name} is missing", fix=AGAIN)
             by_file.setdefault(self.by_name[name].file, []).append(name)
         for path, wanted in by_file.items():
-            with _opened(path) as file:
+            with _opened(path, "pt") as file:
                 for name in wanted:
                     yield name, file.get_tensor(name)
 
@@ -181,18 +214,42 @@ def read_index(path: Path) -> dict[str, str]:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _opened(path: Path, framework: str = "np") -> Iterator[Any]:
+    """Open a file, whose header the library checks against its size.  framework: "pt" to map all of it for torch."""
     try:
-        with safe_open(path, framework="pt") as file:
+        with safe_open(path, framework=framework) as file:
             yield file
     except (SafetensorError, OSError, RuntimeError) as error:
-        missing = isinstance(error, FileNotFoundError)
-        raise CheckpointError(
-            f"{path.name} is missing" if missing else f"{path.name} cannot be read",
-            where=str(path),
-            why="" if missing else str(error),
-            fix=AGAIN,
-        ) from error
+        raise _unreadable(path, error) from error
+
+
+def _offsets(path: Path) -> dict[str, int]:
+    """Return where the bytes of each tensor begin in a file whose header is right."""
+    with open(path, "rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        head = json.loads(file.read(size))
+    return {name: 8 + size + each["data_offsets"][0] for name, each in head.items() if name != "__metadata__"}
+
+
+def _unreadable(path: Path, error: Exception) -> CheckpointError:
+    missing = isinstance(error, FileNotFoundError)
+    return CheckpointError(
+        f"{path.name} is missing" if missing else f"{path.name} cannot be read",
+        where=str(path),
+        why="" if missing else str(error),
+        fix=AGAIN,
+    )
+
+
+def converts(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    """Return whether a tensor of a dtype may be loaded into one of another: floats into floats, else equal ones."""
+    return _kind(stored) == _kind(wanted)
+
+
+def _kind(dtype: torch.dtype) -> str:
+    if dtype.is_complex:
+        return "complex"
+    return "real" if dtype.is_floating_point else str(dtype)
 
 
 _DTYPES = {

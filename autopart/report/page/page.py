@@ -104,9 +104,9 @@ def _of_plan(measured: Timeline, plan: Plan) -> Timeline:
         runs = action.stage in plan.decision.stages_of_rank(span.rank) or not action.is_a.is_per_slot
         if not runs or action.micro >= micros or action.slot.slice >= plan.decision.slices:
             raise UsageError(
-                "the measured step is not one of this plan",
-                why=f"rank {span.rank} ran {action} in it, and the plan does not let it",
-                fix="give the plan file that was running: autopart.save_plan(pipe.plan, ...)",
+                "the measured step does not belong to this plan",
+                why=f"rank {span.rank} ran {action} in it, which the plan does not contain",
+                fix="pass the plan that was running: autopart.save_plan(pipe.plan, ...)",
             )
     return measured
 

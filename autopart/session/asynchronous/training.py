@@ -106,7 +106,7 @@ class Training:
         if self._over:
             raise UsageError(
                 f"pipe.train was ended by {self._over}",
-                why="its optimizers drive the parameters that this rank had before",
+                why="its optimizers update the parameters that this rank had before",
                 fix="call pipe.train again, with the batches that are left",
             )
 

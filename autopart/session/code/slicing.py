@@ -60,9 +60,9 @@ class SliceChecks:
                 continue
             if not torch.equal(held.detach().cpu(), before):
                 raise RefusedError(
-                    "a buffer was changed from which it was proven that no token looks at a later one",
+                    "a buffer was changed on which the proof rests that no token sees a later one",
                     where=name,
-                    why="sequences are cut into slices because of what it held when the model was compiled",
+                    why="sequences are cut into slices because of its values when the model was compiled",
                     fix="compile again with it, or leave token_slices out",
                 )
             self._versions[name] = id(held), held._version
@@ -95,7 +95,7 @@ class SliceChecks:
                 values.update(zip(code.outputs, made, strict=True))
             if not every_query_sees(guard, values, self._tokens):
                 raise BatchError(
-                    "in this batch some token may look at no token that is not after it, or at a later one",
+                    "in this batch a token may see no token up to itself, or a later one",
                     where=f"the masks of {guard.op}",
                     why="attention that sees nothing spreads over all tokens alike, later ones too; and a large "
                     "number that is added to a finite mask undoes it",

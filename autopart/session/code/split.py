@@ -16,6 +16,7 @@ from autopart.ir.graph import Adjusted, Graph
 from autopart.ir.plan import Stage
 from autopart.ir.program import Edge
 from autopart.passes.ops.casts import cast_parameter
+from autopart.runtime.stages.products import are_faster
 from autopart.runtime.stages.stage_module import Cast, StageModule, awaited, of_whole_batch, weighed
 from autopart.session.code.fewer_ops import merge_ops
 from autopart.session.code.random_rows import draws_of
@@ -40,7 +41,7 @@ def stage_module(
     adjusted: values that ops read with a factor of the micro-batch.  layouts: how values of random ops hold rows.
     eager: whether the ops run one by one: then products add the gradients of large weights themselves, and some ops are
     merged.  deferrable: whether products with small weights do so too, and in code that will be compiled: they can
-    wait then, and a compiler does not see them.
+    wait then, and a compiler does not see them; nor those that have a faster kernel (`stages.products`).
     Raises RefusedError for a random op that replicas cannot run.  O(nodes * (1 + recomputed groups)).
     """
     graph = captured.graph
@@ -55,7 +56,7 @@ def stage_module(
     )  # fmt: skip
     if eager:
         code = merge_ops(code, graph.inputs)
-    if eager or deferrable:
+    if eager or deferrable or are_faster():
         code = accumulate_in_place(code, captured.tensors, deferrable=deferrable)
     return code
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopart.runtime.stages.products import are_faster
 from autopart.runtime.stages.recompute import RecomputedGroup
 from autopart.runtime.stages.stage_module import StageModule
 from autopart.runtime.stages.weight_gradients import product
@@ -20,8 +21,9 @@ _PRODUCTS: Mapping[Any, tuple[int, int, int | None, bool]] = {
     _aten.matmul.default: (0, 1, None, False),
 }
 """By op, the places of (x, weight, bias) among its arguments, and whether it takes the weight transposed."""
-LEAST_ELEMENTS = 1 << 19
-"""Of a weight; with smaller ones the calls from autograd into Python take longer than the additions that they save."""
+LEAST_ELEMENTS = 1 << (15 if are_faster() else 19)
+"""Of a weight; with smaller ones the calls from autograd into Python take longer than what they save: an addition, and
+where there is a faster kernel (`stages.products`) half of the product."""
 
 
 def accumulate_in_place(

@@ -36,6 +36,7 @@ from autopart.runtime.sums.shared_values import SharedValues
 from autopart.runtime.tensors import LocalTensors
 from autopart.session.code.stage_code import StageCode
 from autopart.session.executors.evaluation import evaluation_program
+from autopart.session.executors.step_end import StepEnd, end_step
 from autopart.session.placement import Placement
 from autopart.session.ranks.agreement import FAILURES, from_rank, raise_first
 from autopart.session.step.asynchronous import require_updatable
@@ -114,6 +115,7 @@ class Executor:
         self._runners: dict[int, StageRunner] = {}
         self._update = find(decision.schedule).update if self._train else None
         self.shares: Shares = {}
+        self.computed_ns: tuple[float, ...] = ()
         self.stand_in: Batch | None = None
 
     @property
@@ -132,23 +134,19 @@ class Executor:
         gradient is accumulated if one is not.  None: neither.  spans: gets what this rank does.  Raises StageError and
         WorkerError."""
         with self._play(plan, spans) as outcome:
-            total, overflow = self._total_loss(plan, outcome, unscaled)
-            outcome.commit(gradients=not overflow)
+            end = self._end(plan, outcome, unscaled)
+            outcome.commit(gradients=not end.not_finite)
+        self.computed_ns = end.computed_ns
         output = self._graph.value_map()[self._graph.outputs[0]]
-        return torch.tensor(total, dtype=getattr(torch, output.dtype)), overflow
+        return torch.tensor(end.loss, dtype=getattr(torch, output.dtype)), end.not_finite
 
-    def _total_loss(self, plan: BatchPlan, outcome: StepOutcome, unscaled: float | None) -> tuple[float, str]:
-        """Return the loss, and where a gradient is not finite, once all ranks have done their part.  Collective."""
+    def _end(self, plan: BatchPlan, outcome: StepOutcome, unscaled: float | None) -> StepEnd:
+        """Return what all ranks know once each has done its part.  Collective."""
         last = self.home(self._graph.outputs[0])
         mine = weighted_loss(outcome.losses, [share[0] for share in plan.shares.get(last, ())])
         given = (self._tensors.masters.by_name, outcome.before)
         first = unscale(self._parameters(), unscaled, *given) if self._train and unscaled is not None else None
-        everyone = self._world.gather_numbers([mine, float(first is not None)])
-        total = sum(everyone[rank][0] for rank in self._decision.stages[last].ranks)
-        if not any(row[1] for row in everyone):
-            return total, ""
-        names = self._world.gather_objects(first)
-        return total, next(f"{name} on rank {rank}" for rank, name in enumerate(names) if name)
+        return end_step(self._world, self._decision.stages[last].ranks, mine, first, outcome.computed_ns)
 
     def predict(self, batch: Batch, plan: BatchPlan) -> Any:
         """Return what the model returns, on every rank, on the CPU."""
@@ -331,7 +329,7 @@ class Executor:
         """Return a digest of what replicas of the first stage share, then the counts of this rank's pieces."""
         seen = 0.0
         if 0 in self._stages and len(self._stages[0].ranks) > 1:
-            seen = digest(t for t, split in batch.tensors_and_splits() if not (split and sharded))
+            seen = digest(t for t, split in batch.plain.tensors_and_splits() if not (split and sharded))
         sizes = self._own_sizes(rows, sharded=sharded)
         if sizes:
             self._code.checks.check_masks(batch, self._graph.inputs)

@@ -94,7 +94,7 @@ def drift_line(metrics: Metrics, plan: Plan) -> str:
     if said is None or not differs(took, said):
         return ""
     line = (
-        f"for {DRIFT_STEPS} steps or more a step has not taken what was predicted: now {took * 1e3:.1f} ms, "
+        f"for {DRIFT_STEPS} steps or more, steps have not taken the predicted time: now {took * 1e3:.1f} ms, "
         f"{took / said - 1:+.0%} against {said * 1e3:.1f} ms"
     )
     stages = [
@@ -107,7 +107,7 @@ def drift_line(metrics: Metrics, plan: Plan) -> str:
             f"; stage {s} differs most: forward and backward of a micro-batch take {took * 1e3:.2f} ms, "
             f"not {said * 1e3:.2f} ms"
         )
-    return line + "; pipe.replan() measures again, and goes on under a plan that is faster"
+    return line + "; pipe.replan() measures again, and continues under a faster plan"
 
 
 def _stage_sums(meter: Meter) -> StageSums:

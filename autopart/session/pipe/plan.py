@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -18,9 +19,11 @@ from autopart.session.asynchronous.training import Training
 from autopart.session.pipe.state import PipeState
 from autopart.session.replanning.carried import carrying
 from autopart.session.replanning.replan import Replanned, replan, state_bytes_of
+from autopart.session.replanning.speeds import Speeds, slowed
 from autopart.session.session_plan import Preparing
 from autopart.session.state.checkpoints.contents import driven_names
 from autopart.session.state.misuse_guards import short_tracebacks
+from autopart.session.step.kept.activations import AutoCache
 
 
 @short_tracebacks
@@ -32,6 +35,7 @@ class PipePlan(PipeState):
         self._cluster = cluster
         self._options = options
         self._training: Training | None = None
+        self._speeds = Speeds()
 
     @property
     def cluster(self) -> Cluster:
@@ -62,18 +66,31 @@ class PipePlan(PipeState):
         ended by another plan.
         """
         self.session.adopt(plan, self._preparing(optimizer))
+        self._speeds.follow(self.session.plan, self._cluster)
         self._end_training("adopt")
 
-    def replan(self, optimizer: torch.optim.Optimizer | None = None, *, steps: int | None = None) -> Replanned:
+    def replan(
+        self,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        steps: int | None = None,
+        cache: AutoCache | None = None,
+    ) -> Replanned:
         """Make a new plan for the model in its current state, and continue under it if it pays.  Call it on every rank.
 
         For example after layers were frozen: they need no backward, so fewer stages and more replicas may be faster on
         the same ranks.  The options of `compile` apply, except a plan that was passed there.
 
+        Devices that are slower than planned (`stragglers`) count as slow, so that they get fewer rows or ops.
+
         optimizer: as for `adopt`.  steps: training steps that remain.  A plan is adopted if the time that it saves in
         these steps, by simulation, exceeds the time of the change: capturing, making stages, and moving weights and
         optimizer state, which is timed by sending a part of them.  Without steps a plan is adopted if its simulated
         step is 2 % shorter.
+
+        cache: where the activations of frozen layers may be kept by sample, on the ranks that are given data; it holds
+        for later calls too.  If that pays, the plan begins behind the frozen layers, and `step(batch, samples=names)`
+        reads what they make of each sample instead of computing it.
 
         Returns what was found and done (`Replanned`); its `reason` explains it.  Raises what `compile` and `adopt`
         raise; the pipe then continues under its old plan.
@@ -81,10 +98,20 @@ class PipePlan(PipeState):
         if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 0):
             raise UsageError(f"steps is {steps!r}", fix="pass how many training steps remain")
         sizes = state_bytes_of(optimizer, driven_names(self.session, self._placeholder))
-        found = replan(self.session, steps, sizes, self._preparing(optimizer))
+        slowness = self._speeds.judge()
+        machines = slowed(self._cluster, slowness)
+        found = replan(self.session, machines, steps, sizes, self._preparing(optimizer), cache)
         if found.adopted:
+            self._speeds.follow(self.session.plan, machines, slowness)
             self._end_training("replan")
         return found
+
+    @property
+    def stragglers(self) -> Mapping[int, float]:
+        """The ranks whose devices take at least twice as long for their computes as planned, beside the other ranks,
+        and how many times as long: the median of eight steps; or at most half as long as at the last `replan`, which
+        judges them all.  Alike on all ranks, and a warning names them.  Measured in `step` on CPUs."""
+        return self._speeds.stragglers()
 
     def _end_training(self, call: str) -> None:
         if self._training is not None:

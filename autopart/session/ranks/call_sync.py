@@ -179,7 +179,7 @@ class Calls:
         if self._failure:
             raise RunError(
                 "the pipeline has failed and takes no further step",
-                why=f"{self._failure}; the ranks are not connected any more.  {self.left}",
+                why=f"{self._failure}; the ranks are no longer connected.  {self.left}",
                 fix="pipe.local_state_dict() still returns this rank's part of the weights; then close the pipe on "
                 "every rank, load a state, and compile the model again",
             )
@@ -201,7 +201,7 @@ def _different_calls(rank: int, first: list[float], other: list[float]) -> Usage
         f"ranks 0 and {rank} make different calls",
         why=f"rank 0 calls {NAMES[int(first[0])]} as its call number {int(first[1])}, rank {rank} calls "
         f"{NAMES[int(other[0])]} as its number {int(other[1])}",
-        fix="let every rank make the same calls in the same order; what only rank 0 does with a result comes after",
+        fix="let every rank make the same calls in the same order; work of rank 0 alone comes after the call",
     )
 
 
@@ -209,8 +209,8 @@ def ended_early(rank: int, other: int) -> BatchError:
     """Return the error for a rank whose batches end while another one's go on."""
     return BatchError(
         f"the batches of rank {rank} ended before those of rank {other}",
-        why="every rank has to be given as many, also those that need no data",
-        fix="iterate over equally many on every rank; a rank where pipe.needs_data is False may be given None",
+        why="every rank needs the same number of batches, also ranks that need no data",
+        fix="iterate over the same number on every rank; batches may be None where pipe.needs_data is False",
     )
 
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from autopart.ir.errors import UsageError
 from autopart.session.session import Session
-from autopart.session.state.state_dict import gather_state
+from autopart.session.state.state_dict import gather_state, require_values
 
 
 @contextmanager
@@ -19,6 +19,7 @@ def full_parameters(session: Session) -> Iterator[None]:
     it (a write through `.data` is not).
     """
     with session.call("full_parameters"):
+        require_values(session)
         values = gather_state(session)
     own = session.captures.trained.state_dict()
     trained = {name: tensor.data for name, tensor in own.items()}

@@ -148,10 +148,9 @@ def watch_optimizers(
         mine = was if earlier is held else kept()  # looked at once a plan: this is before every step
         if earlier is not None and was != mine and drove == set(driven) and drove & was:
             raise UsageError(
-                "the optimizer was made before the plan was changed, for other parameters than this rank keeps now",
-                why="it would update none of those that came, and they would keep their values",
-                fix="pipe.adopt(plan, optimizer), after which it goes on with its state; or make a new one from "
-                "pipe.parameters()",
+                "the optimizer was made before the plan was changed, for parameters that this rank no longer has",
+                why="it would not update the parameters that this rank received",
+                fix="pipe.adopt(plan, optimizer), which keeps its state; or make a new one from pipe.parameters()",
             )
         seen[optimizer] = held, mine, set(driven)
         if not together and not rounded:
@@ -159,15 +158,15 @@ def watch_optimizers(
         mastered = next((rounded[one] for one in driven if one in rounded), None)
         if mastered is not None:
             raise UsageError(
-                f"an optimizer drives {mastered} of the model, which has a master",
+                f"an optimizer updates {mastered} of the model, which has a master",
                 why="with master_weights=True gradients go to masters in fp32, and the model gets their values rounded",
                 fix="make the optimizer from pipe.parameters(), or pipe.named_parameters(), after the pipe is planned",
             )
         if together and {id(tensor) for tensor in held.driven.values()}.intersection(driven):
             raise UsageError(
-                f"{type(optimizer).__name__} cannot drive the parameters of a pipeline over several ranks",
-                why="it looks at all parameters at once, and each rank holds its own part of them",
-                fix="use an optimizer that takes each parameter by itself, such as torch.optim.AdamW",
+                f"{type(optimizer).__name__} cannot update the parameters of a pipeline over several ranks",
+                why="it needs all parameters at once, and each rank holds only its own",
+                fix="use an optimizer that updates each parameter separately, such as torch.optim.AdamW",
             )
 
     handle = register_optimizer_step_pre_hook(before_step)

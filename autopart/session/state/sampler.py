@@ -117,6 +117,20 @@ class PositionedSampler(Sampler[list[int]]):
         left = self._order.size - self.consumed
         return left // self._rows if self._drop_last else -(-left // self._rows)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing for the state of torchdata's StatefulDataLoader: checkpoints of the pipe have the position."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raise UsageError: a StatefulDataLoader that was given a state of its own would skip batches that the position
+        has already passed."""
+        raise UsageError(
+            "load_state_dict was called on a StatefulDataLoader with the sampler of a pipe",
+            why="pipe.save keeps the position in the data and pipe.load sets it: the loader would move it once more",
+            fix="leave out state_dict and load_state_dict of the loader; a state of the dataset goes into extra= of "
+            "pipe.save",
+        )
+
     def __iter__(self) -> Iterator[list[int]]:
         self._require_same()
         position = self._position

@@ -73,7 +73,12 @@ def gather_masters(session: Session) -> dict[str, torch.Tensor]:
 def sync_state(session: Session, *, at_the_end: bool = False) -> None:
     """Copy what other ranks hold into this rank's model.  Collective.  Bytes sent: the size of the model.
 
+    A model on the meta device keeps no values, at the end too; before that UsageError is raised.
     at_the_end: warn about a parameter that was written to, and is overwritten by its fp32 master weight."""
+    if session.captures.trained.without_values:
+        if not at_the_end:
+            require_values(session)
+        return
     if at_the_end and (written := session.tensors.masters.written()) is not None:
         warnings.warn(
             f"{written} was written to in the model since the last run; this is lost, as its fp32 master weight counts",
@@ -88,6 +93,19 @@ def sync_state(session: Session, *, at_the_end: bool = False) -> None:
     session.tensors.masters.accept()  # of a tied parameter this may be the value of another rank
 
 
+def require_values(session: Session) -> None:
+    """Raise UsageError, on all ranks alike, if the model was built on the meta device, without memory for values."""
+    if first := session.captures.trained.without_values:
+        raise session.world.known(
+            UsageError(
+                f"{first} is on the meta device in the model",
+                why="the model was built without memory for its values, which the ranks keep in parts",
+                fix="pipe.save(folder) writes them, with the index that from_pretrained reads; pipe.state_dict() "
+                "returns them all; autopart.load_into(model, folder) loads them into a model with values",
+            )
+        )
+
+
 def empty_foreign(session: Session) -> None:
     """Empty the parameters and updated buffers of this rank's model that other ranks trained, since they are stale."""
     model, held, tied = session.captures.trained, session.tensors.held, session.tied
@@ -97,7 +115,7 @@ def empty_foreign(session: Session) -> None:
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             first = tied.get(name, name)
-            if first not in trained or (held.get(first) is tensor and session.keeps(first)):
+            if tensor.is_meta or first not in trained or (held.get(first) is tensor and session.keeps(first)):
                 continue
             if first in held and session.keeps(first):
                 tensor.copy_(held[first])  # trained here, on another device
@@ -136,7 +154,13 @@ def load_state(
     """
     own = model.state_dict()
     missing, unexpected = _check_state(own, state, strict=strict)
-    model.load_state_dict({name: state.get(name, tensor) for name, tensor in own.items()})
+    if session is None and model.without_values:
+        raise UsageError(
+            f"{model.without_values} is on the meta device", fix="pass sample= to compile, and load the state after it"
+        )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")  # values are with the pipe
+        model.load_state_dict({name: state.get(name, tensor) for name, tensor in own.items()})
     if session is None:
         return missing, unexpected
     held, tied, masters = session.tensors.held, session.tied, remembered(state).get("masters", {})

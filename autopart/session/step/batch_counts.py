@@ -108,7 +108,7 @@ class BatchCounts:
             if weight.smoothed and result.numel() and not result.any():
                 raise BatchError(
                     "all targets of a micro-batch are of classes that weigh 0",
-                    why="with label smoothing the loss of such targets is not 0, and there is no mean of it",
+                    why="with label smoothing the loss of such targets is not 0, and its mean does not exist",
                     fix="use fewer micro_batches, or ignore_index in place of a weight of 0",
                 )
         return result.sum(dtype=torch.float64)

@@ -91,7 +91,7 @@ def shared_stand_in(world: World, batch: Batch | None, source: int, signature: f
         if digest_of(repr(known.signature())) != signature:
             raise BatchError(
                 "the batch cannot be described to the ranks that were given none",
-                why="what is made of its description is another kind of batch",
+                why="the batch that is made from its description is of another kind",
                 fix="give every rank the batch",
             )
     return known
@@ -129,7 +129,7 @@ def rows_of_shards(shards: Sequence[int], decision: Decision) -> tuple[int, ...]
     raise BatchError(
         f"shards of {_listed(shards)} rows do not make a batch",
         why=f"of {total} rows, the replicas of the first stage have {_listed(expected)}",
-        fix="give each as many rows as the others, or those that pipe.data_rows(rows of the whole batch) says",
+        fix="give each the same number of rows, or those that pipe.data_rows(rows of the whole batch) returns",
     )
 
 
@@ -156,9 +156,9 @@ def require_no_questions(captured: Captured) -> None:
     """Raise RefusedError if the model's Python reads numbers of its batch, which a shard does not have."""
     if captured.questions is not None and captured.questions.asked_by_python:
         raise RefusedError(
-            "the model's Python reads numbers of the whole batch, and each replica was given its own rows",
+            "the model's Python reads numbers of the whole batch, and each replica was given only its own rows",
             where=captured.questions.asked_by_python[0].where,
-            why="replicas would take different branches, and not those of the whole batch",
+            why="replicas would take different branches from those of the whole batch",
             fix="give the ranks where pipe.needs_data is True the whole batch, or compute with the tensor instead",
         )
 

@@ -81,7 +81,7 @@ def require_same_batch(digests: Sequence[float], ranks: Sequence[int]) -> BatchE
     return BatchError(
         "the replicas of the first stage were given different batches",
         where=f"ranks {', '.join(map(str, ranks))}",
-        why="the rows of one batch are divided between them here, and what is counted of it is that of the first",
+        why="the rows of one batch are divided between them, and only the first batch is counted",
         fix="pass every rank the same batch (no DistributedSampler; the same seed for the data loader everywhere), or "
         "each its own rows, with pipe.step(batch, sharded=True)",
     )

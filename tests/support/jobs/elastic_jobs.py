@@ -174,9 +174,8 @@ def require_each_sample_once(steps: list[Noted]) -> None:
 
 def main() -> None:
     """Run as a rank of torchrun."""
-    given = json.loads(sys.argv[1])
-    kills = tuple(tuple(kill) if kill else None for kill in given.pop("kills"))
-    train(Run(**given, kills=kills))
+    run = Run(**json.loads(sys.argv[1]))
+    autopart.launch(train, slow_cluster(run.world), run, elastic=(1, run.world))
 
 
 if __name__ == "__main__":

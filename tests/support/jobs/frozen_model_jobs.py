@@ -51,7 +51,8 @@ class Way:
 @dataclass
 class Trained:
     """What a training left, on one rank: losses by step, gradients of the steps that `watched` yields, the state of the
-    model, and of this rank's optimizer by parameter.  plans: the decisions that ran, in order."""
+    model, and of this rank's optimizer by parameter.  plans: the decisions that ran, in order.  backwards: that this
+    rank ran in each step."""
 
     losses: list[float] = field(default_factory=list)
     gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
@@ -60,6 +61,7 @@ class Trained:
     plans: list[Any] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     scales: list[float] = field(default_factory=list)
+    backwards: list[int] = field(default_factory=list)
 
 
 def watched(way: Way, step: int) -> bool:
@@ -131,7 +133,9 @@ def run(way: Way, ranks: int, replan: bool = True) -> Trained:
                     found.reasons.append(pipe.replan(optimizer, steps=10**8).reason)
                 found.plans.append(pipe.plan.decision)
             pipe.zero_grad()
-            found.losses.append(pipe.step(*way.batch(step)).item())
+            with pipe.traced() as spans:
+                found.losses.append(pipe.step(*way.batch(step)).item())
+            found.backwards.append(sum(span.action.kind in "BI" for span in spans))
             if watched(way, step):
                 found.gradients.append({n: g for n, g in pipe.gradients().items() if g is not None})
             found.scales.append(pipe.scaler.scale if pipe.scaler is not None else 1.0)

@@ -47,11 +47,13 @@ def norms_under(plan: autopart.Plan) -> dict[str, float]:
         return autopart.freeze.PipeTransformer().norms(pipe)
 
 
-def followed(plan: autopart.Plan) -> tuple[list[list[str]], list[bool], list[float]]:
-    """Train under a user's rule; return the frozen layers of each epoch, whether they changed, and the losses."""
+def followed(plan: autopart.Plan) -> tuple[list[list[str]], list[bool], list[float], dict[str, float]]:
+    """Train under a user's rule; return the frozen layers of each epoch, whether they changed, the losses, and the
+    norms of the first step."""
     policy = autopart.freeze.Policy(lambda epoch, norms: SCHEDULE[epoch], layers="layers.?")
     with autopart.compile(Tower(), "cpu:2", sample=batch(0), plan=plan) as pipe:
         pipe.step(batch(0))
+        norms = policy.norms(pipe)
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
         flags, changed, losses = [], [], []
         for epoch in range(len(SCHEDULE)):
@@ -60,7 +62,7 @@ def followed(plan: autopart.Plan) -> tuple[list[list[str]], list[bool], list[flo
             flags.append([n for n, own in layer_of(pipe.model).items() if not any(p.requires_grad for p in own)])
             losses.append(pipe.step(batch(epoch)).item())
             optimizer.step()
-        return flags, changed, losses
+        return flags, changed, losses, norms
 
 
 def plain_losses(flags: list[list[str]]) -> list[float]:

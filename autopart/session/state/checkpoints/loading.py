@@ -7,46 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from autopart.files.checkpoints.document import (
-    COMPANION,
-    MASTER,
-    OPTIMIZER,
-    Document,
-    OptimizerState,
-    check_file,
-    problems_with,
-)
-from autopart.files.checkpoints.tensor_files import INDEX, StoredTensor, TensorFiles, read_index
+from autopart.files.checkpoints.document import COMPANION, MASTER, OPTIMIZER, OptimizerState
+from autopart.files.checkpoints.stored import Stored
+from autopart.files.checkpoints.tensor_files import StoredTensor, converts
 from autopart.files.reading import listed
 from autopart.ir.errors import CheckpointError
 from autopart.session.state.checkpoints.optimizers import adopt_state, check_fits
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A checkpoint that was opened: its document, and where each tensor lies."""
-
-    folder: Path
-    document: Document
-    weights: TensorFiles
-    more: TensorFiles
-
-
-def opened(folder: Path, document: Document) -> Stored:
-    """Open the tensors of a checkpoint; only headers are read.  Raises CheckpointError for files that are missing,
-    truncated, or hold other tensors than the index says."""
-    names = [name for name in document.files if name.endswith(".safetensors")]
-    if INDEX not in document.files:
-        raise CheckpointError("the checkpoint has no index of its weights", where=str(folder / INDEX))
-    check_file(folder, INDEX, document.files[INDEX])
-    weights = [folder / name for name in names if name.startswith("model-")]
-    more = [folder / name for name in names if not name.startswith("model-")]
-    return Stored(folder, document, TensorFiles(weights, read_index(folder / INDEX)), TensorFiles(more))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +71,11 @@ def staged(
         title, _, name = rest.partition("/")
         if kind == COMPANION and title in set(companions) and (name in wanted.like or name in driven):
             keys.append(key)
-    _check_files(stored, [stored.weights.by_name[name] for name in wanted.like], keys)
-    weights = dict(stored.weights.read_all(wanted.like))
+    stored.check(wanted.like, keys)
+    weights = {name: stored.weights.read(name) for name in wanted.like}
     result = Staged(weights, {}, options, {}, {})
-    for key, tensor in stored.more.read_all(keys):
+    for key in keys:
+        tensor = stored.more.read(key)
         kind, _, rest = key.partition("/")
         title, _, name = rest.partition("/")
         if kind == MASTER:
@@ -128,29 +99,12 @@ def _check_names(found: Mapping[str, StoredTensor], wanted: Wanted) -> None:
     lines += [
         f"{name} is of {found[name].dtype}, and of {tensor.dtype} in the model"
         for name, tensor in wanted.like.items()
-        if name in found and _kind(found[name].dtype) != _kind(tensor.dtype)
+        if name in found and not converts(found[name].dtype, tensor.dtype)
     ]
     if lines:
         raise CheckpointError(
             "the checkpoint is of another model", why=listed(lines), fix="build the model as in the run that was saved"
         )
-
-
-def _kind(dtype: torch.dtype) -> str:
-    if dtype.is_complex:
-        return "complex"
-    return "real" if dtype.is_floating_point else str(dtype)
-
-
-def _check_files(stored: Stored, weights: Iterable[StoredTensor], keys: Iterable[str]) -> None:
-    """Compare every file that is read with its size and hash when it was written."""
-    names = {tensor.file.name for tensor in weights}
-    for key in keys:
-        if key not in stored.more.by_name:
-            raise CheckpointError(f"tensor {key} is missing", where=str(stored.folder), fix="use another checkpoint")
-        names.add(stored.more.by_name[key].file.name)
-    for problem in problems_with(stored.folder, {name: stored.document.files[name] for name in names}):
-        raise problem
 
 
 def value_for(tensor: torch.Tensor, name: str, found: Staged) -> torch.Tensor:

@@ -14,9 +14,10 @@ from autopart.capture.guards import tied_names
 from autopart.capture.trained import Trained
 from autopart.files.checkpoints.document import OPTIMIZER, Document, read_document
 from autopart.files.checkpoints.folders import Root, checkpoint_at
+from autopart.files.checkpoints.stored import opened
 from autopart.files.checkpoints.values import decoded, encoded
 from autopart.session.state.checkpoints.contents import Contents, tied_once
-from autopart.session.state.checkpoints.loading import Wanted, adopt_optimizer, opened, staged, value_for
+from autopart.session.state.checkpoints.loading import Wanted, adopt_optimizer, staged, value_for
 from autopart.session.state.checkpoints.optimizers import joined, part_of
 from autopart.session.state.checkpoints.saver import (
     HasState,

@@ -19,12 +19,13 @@ from torch import nn
 
 from autopart.files.checkpoints.document import Document, read_document
 from autopart.files.checkpoints.folders import Root, checkpoint_at, found_at
+from autopart.files.checkpoints.stored import opened
 from autopart.files.checkpoints.values import decoded, encoded
 from autopart.ir.errors import CheckpointError, UsageError
 from autopart.session.ranks.agreement import from_rank, together
 from autopart.session.session import Session
 from autopart.session.state.checkpoints.contents import Contents, contents_of, driven_names, own_state
-from autopart.session.state.checkpoints.loading import Staged, Wanted, adopt_optimizer, opened, staged, value_for
+from autopart.session.state.checkpoints.loading import Staged, Wanted, adopt_optimizer, staged, value_for
 from autopart.session.state.checkpoints.optimizers import OptimizerPart, joined
 from autopart.session.state.checkpoints.saving import (
     Background,
@@ -337,7 +338,7 @@ def _check_driven(
     if lost:
         error = CheckpointError(
             f"the checkpoint has optimizer state of {lost[0]}, and no rank's optimizer updates it",
-            why=f"{len(lost)} parameters would go on without their state",
+            why=f"{len(lost)} parameters would be trained without their state",
             fix="make each rank's optimizer from all of pipe.parameters()",
         )
         raise session.world.known(error)

@@ -3,6 +3,8 @@
 `Options` is the list: what each option means, in groups, its type and its default; `_CHECKS` has the possible values.
 `OptionsDict` repeats the names with the types that a caller may pass, for editors and type checkers.  The docstrings of
 `autopart.api` and the flags of the command line are generated from this list.
+
+May enter: what an option is, and how its value is read; another file says what else callers may have meant.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from autopart.ir.errors import UsageError
 from autopart.ir.plan import Plan, Precision
 from autopart.ir.program import MAX_BUCKET_BYTES
 from autopart.ir.shares import POLICIES, Policy
+from autopart.options.other_names import unknown
 from autopart.passes.program.given import given_schedule
 from autopart.passes.program.orders import Order, Schedule
 from autopart.passes.program.schedules import names, register
@@ -69,6 +72,7 @@ class OptionsDict(TypedDict, total=False):
     transport: Literal["auto", "nccl", "gloo"] | None
     backend: Literal["eager", "inductor", "auto"] | None
     steps: int | None
+    weights: str | os.PathLike[str] | None
     pad_to: Iterable[int] | None
     pad_with: Mapping[str, float | None] | None
 
@@ -129,7 +133,7 @@ class Options:
         loss_reduction  how the losses of rows combine: "auto" derives it; "mean", "sum", "token-mean" are checked
         non_finite      what a step does when a gradient is infinite or NaN on any rank: "skip" adds nothing and sets
                         `Pipe.skipped`, "raise" raises NonFiniteError, "auto" skips in fp16 and otherwise does not check
-        seed            seed of dropout
+        seed            seed of dropout, and of weights="init"
         timeout         seconds that a rank waits for another one before it fails and names that rank; capture and
                         planning do not count; None is AUTOPART_TIMEOUT_S, else 600
         transport       what carries messages: "nccl" (a CUDA device for each rank), "gloo" (CPUs, and CUDA devices
@@ -138,6 +142,9 @@ class Options:
                         for CPUs, Triton for CUDA; what cannot be compiled runs eagerly, with a warning); "auto", which
                         compiles if steps= are enough to pay for it
         steps           number of optimizer steps ahead, for backend="auto"; None is unknown: eager
+        weights         values of a model that was built on the meta device, of which each rank makes its own part:
+                        a safetensors file, a folder of them, or a checkpoint; "init" runs the model's own
+                        initialisation with seed=
         pad_to          lengths: sequences are padded to the next of them, pad_to=(128, 256, 512)
         pad_with        values that pad further keys of the batch: {key: number, or None to leave it as it is}
     """
@@ -172,6 +179,7 @@ class Options:
     transport: str = "auto"
     backend: str = "eager"
     steps: int | None = None
+    weights: str | None = None
     pad_to: tuple[int, ...] = ()
     pad_with: Mapping[str, Any] = field(default_factory=dict)
 
@@ -206,6 +214,10 @@ _PRECISIONS = {
 
 def _precision(value: Any) -> Any:
     return next((name for name, others in _PRECISIONS.items() if value in others), value)
+
+
+def _weights(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def _schedule(value: Any) -> Any:
@@ -250,6 +262,7 @@ _CONVERTERS: dict[str, Callable[[Any], Any]] = {
     "recompute": _recompute,
     "bucket_bytes": _bytes,
     "pad_to": _tuple,
+    "weights": _weights,
 }
 """How a value is brought to the form of `Options`; a value that cannot be is left to the check."""
 
@@ -321,6 +334,10 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "steps": (_is_count, "use the number of optimizer steps that are to come, or None if it is not known"),
     "seed": (lambda value: isinstance(value, int), "use an integer"),
     "timeout": (lambda value: _is_seconds(value) and value > 0, "use a number of seconds above 0, such as timeout=600"),
+    "weights": (
+        lambda value: isinstance(value, str) and bool(value),
+        'pass a safetensors file, a folder with such files, the folder of a checkpoint, or "init"',
+    ),
     "pad_to": (are_lengths, "use lengths of sequences in tokens: pad_to=(128, 256, 512)"),
     "pad_with": (are_fillers, 'map keys of the batch to numbers, or to None: pad_with={"token_weights": 0.0}'),
 }
@@ -343,37 +360,6 @@ def read_value(name: str, value: Any) -> Any:
     return value
 
 
-# ---- names that are not options --------------------------------------------------------------------------------------
-
-_MICROS = "micro_batches= is the number of micro-batches of a step"
-_OTHER_NAMES = {
-    "n_microbatches num_microbatches num_micro_batches n_micro_batches microbatches chunks": _MICROS,
-    "gradient_accumulation_steps accumulate_grad_batches": f"{_MICROS}; the sample is the batch of all of them",
-    "micro_batch_size microbatch_size train_micro_batch_size_per_gpu": f"{_MICROS}: batch rows / micro_batch_size",
-    "virtual_pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage interleave_factor n_local_stages": (
-        "stages_per_rank= is the number of stages of each rank"
-    ),
-    "num_stages n_stages pp pp_size pipeline_parallel_size pipeline_model_parallel_size": "stages= is their number",
-    "dp dp_size data_parallel_size num_replicas": "replicas= is the number of devices of each stage",
-    "split_points split_spec balance": "cuts= takes the module paths at which a stage begins",
-    "batch example_args example_inputs example_kwargs mb_args inputs": "sample= takes one whole batch",
-    "loss criterion": "loss_fn= takes the loss function",
-    "dtype amp autocast mixed_precision bf16 fp16": 'precision= takes "fp32", "bf16" or "fp16"',
-    "activation_checkpointing gradient_checkpointing checkpoint remat": 'recompute= takes "auto", "off" or "all"',
-    "zero_stage zero_optimization sharding_strategy": 'zero= takes 0, 1 or "auto"',
-    "bucket_cap_mb": "bucket_bytes= is the size of a bucket in bytes",
-    "compress": "gradients are always summed exactly; drop it",
-}
-"""What to use instead of options of torch, DeepSpeed, Megatron, Lightning and Accelerate."""
-
-
-def _unknown(name: str) -> UsageError:
-    other = next((advice for words, advice in _OTHER_NAMES.items() if name in words.split()), "")
-    near = difflib.get_close_matches(name, [*OptionsDict.__annotations__, "sample", "cluster"], n=1)
-    guess = f"did you mean {near[0]}=?" if near else f"use one of {', '.join(OptionsDict.__annotations__)}"
-    return UsageError(f"there is no option {name}=", fix=other or guess)
-
-
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 _PLANNED = (
@@ -391,7 +377,7 @@ def read_options(**given: Any) -> Options:
     """
     for name in given:
         if name not in OptionsDict.__annotations__:
-            raise _unknown(name)
+            raise unknown(name, list(OptionsDict.__annotations__))
     options = Options(**{name: read_value(name, value) for name, value in given.items() if value is not None})
     if options.plan is not None:
         for name in _PLANNED:

@@ -1,0 +1,108 @@
+"""How fast each rank computes beside what its plan says: which devices are stragglers.
+
+Assumes that the plan's times are right up to a factor that all ranks share; so a rank is judged beside the others.
+Wrong where a plan's costs are wrong for one stage alone: then that stage is taken for slow, by the same factor, and
+a new plan gives it less, which is right too.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+from autopart.ir.cluster import Cluster, Device
+from autopart.ir.plan import Plan
+from autopart.ir.shares import Division
+
+WINDOW, SKIPPED = 8, 2
+"""Steps whose median counts, and the first ones under a plan, in which caches and pages are cold."""
+SLOW = 2.0
+"""A device is named if it takes so many times as long as was planned for, or the reverse."""
+_log = logging.getLogger("autopart")
+
+
+class Speeds:
+    """The measured slowness of each rank under the plan that runs; alike on all ranks, since all note the same."""
+
+    def __init__(self) -> None:
+        self._planned: tuple[float, ...] = ()
+        self._known: tuple[float, ...] = ()
+        self._judged: tuple[float, ...] = ()
+        self._rows: deque[Sequence[float]] = deque(maxlen=WINDOW)
+        self._left = SKIPPED
+        self._told: frozenset[int] = frozenset()
+
+    def follow(self, plan: Plan, cluster: Cluster, known: Sequence[float] = ()) -> None:
+        """Begin again under a plan for a cluster.  known: how slow the plan takes each rank for; () for 1 each."""
+        self._planned = planned_ns(plan, cluster)
+        self._known = self._judged = tuple(known) or (1.0,) * cluster.world
+        self._restart()
+
+    def judge(self) -> tuple[float, ...]:
+        """Return how slow each rank is, 1 for as planned on its device; ranks are named again only for a change."""
+        self._judged = self.slowness()
+        self._restart()
+        return self._judged
+
+    def _restart(self) -> None:
+        self._rows.clear()
+        self._left, self._told = SKIPPED, frozenset()
+
+    def note(self, computed_ns: Sequence[float]) -> None:
+        """Note what each rank computed for in a step, 0 where that was not measured.  O(ranks * window)."""
+        if self._left:
+            self._left -= 1
+            return
+        self._rows.append(computed_ns)
+        found = self.stragglers()
+        new = frozenset(found) - self._told
+        self._told = self._told | new
+        for rank in sorted(new):
+            _log.warning(
+                "rank %d takes %.1f times as long for its computes as planned for its device, beside the other ranks: "
+                "pipe.replan(optimizer, steps=...) looks for a plan that fits", rank, found[rank],
+            )  # fmt: skip
+
+    def slowness(self) -> tuple[float, ...]:
+        """Return how slow each rank is; what was known before where it is not measured yet, or has no stage."""
+        working = [rank for rank, planned in enumerate(self._planned) if planned > 0]
+        if len(self._rows) < WINDOW or len(working) < 2:
+            return self._judged
+        medians = [statistics.median(column) for column in zip(*self._rows, strict=True)]
+        if not all(medians[rank] > 0 for rank in working):
+            return self._judged
+        slow = {rank: self._known[rank] * medians[rank] / self._planned[rank] for rank in working}
+        usual = statistics.median_low(slow.values())
+        return tuple(slow[rank] / usual if rank in slow else known for rank, known in enumerate(self._known))
+
+    def stragglers(self) -> Mapping[int, float]:
+        """Return the ranks whose speed has changed since they were last judged, and how slow they are."""
+        pairs = enumerate(zip(self.slowness(), self._judged, strict=True))
+        return {rank: slow for rank, (slow, before) in pairs if not 1 / SLOW < slow / before < SLOW}
+
+
+def planned_ns(plan: Plan, cluster: Cluster) -> tuple[float, ...]:
+    """Return the nanoseconds for which each rank computes in a step of a plan, 0 for one without stages; all 0 if the
+    plan has no estimates.  Estimates are those of the slowest device of a stage; others take their part of that."""
+    found = [0.0] * cluster.world
+    if not plan.outlook.estimates or len(plan.outlook.estimates) != len(plan.stages):
+        return tuple(found)
+    for stage, estimate in zip(plan.stages, plan.outlook.estimates, strict=True):
+        parts = _parts(stage.division, [cluster.devices[rank] for rank in stage.ranks])
+        for rank, part in zip(stage.ranks, parts, strict=True):
+            found[rank] += (estimate.fwd_ns + estimate.bwd_ns) * part * len(plan.micro_rows) / stage.division.period
+    return tuple(found)
+
+
+def _parts(division: Division, devices: Sequence[Device]) -> list[float]:
+    """Return how long each device takes beside the slowest one, for its share."""
+    shares = division.shares if division.splits else (1,) * len(devices)
+    times = [share / device.flops_per_s for share, device in zip(shares, devices, strict=True)]
+    return [time / max(times) for time in times]
+
+
+def slowed(cluster: Cluster, slowness: Sequence[float]) -> Cluster:
+    """Return the cluster with devices as slow as they were measured; small differences are left out."""
+    return cluster.with_speeds([1.0 if 1 / SLOW < slow < SLOW else 1 / slow for slow in slowness])

@@ -1,0 +1,111 @@
+"""Products on the faster kernel: the same numbers as torch's to rounding, with derivatives; small ones stay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from autopart.runtime.stages import products
+from autopart.runtime.stages.weight_gradients import WeightGradient, product
+
+ROWS, OUT, GIVEN = 96, 160, 144
+
+
+@pytest.fixture(autouse=True)
+def faster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let large products take oneDNN on any processor."""
+    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        pytest.skip("this torch has no oneDNN")
+    monkeypatch.setattr(products, "are_faster", lambda: True)
+    yield
+
+
+def made(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("shape", [(ROWS,), (4, ROWS // 2), (2, 3, ROWS // 4)])
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_large_product_is_that_of_torch(shape: tuple[int, ...], strided: bool, biased: bool) -> None:
+    x = made(*shape, GIVEN)
+    weight = made(OUT, GIVEN, seed=1).t() if strided else made(GIVEN, OUT, seed=1)
+    bias = made(OUT, seed=2) if biased else None
+    assert products.takes_onednn(x, weight, bias)
+    exact = x.double() @ weight.double() + (0 if bias is None else bias.double())
+    torch.testing.assert_close(products.multiply(x, weight, bias).double(), exact, rtol=1e-5, atol=1e-4)
+
+
+def test_a_strided_left_side_is_multiplied_as_it_reads() -> None:
+    left, right = made(ROWS, OUT).t(), made(ROWS, GIVEN, seed=1)
+    exact = left.double() @ right.double()
+    torch.testing.assert_close(products.multiply(left, right).double(), exact, rtol=1e-5, atol=1e-4)
+
+
+def test_small_products_and_other_precisions_keep_the_bits_of_torch() -> None:
+    for x, weight in ((made(2, 8), made(8, 4)), *((made(ROWS, GIVEN).to(t), made(GIVEN, OUT).to(t)) for t in
+                      (torch.float64, torch.bfloat16))):  # fmt: skip
+        assert not products.takes_onednn(x, weight)
+        assert torch.equal(products.multiply(x, weight), x @ weight)
+
+
+def test_a_bias_that_is_broadcast_and_rows_with_gaps_stay_with_torch() -> None:
+    x, weight = made(ROWS, GIVEN), made(GIVEN, OUT)
+    assert not products.takes_onednn(x, weight, made(1))
+    assert not products.takes_onednn(x, made(GIVEN, 2 * OUT)[:, ::2])
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_gradients_of_a_trained_product_are_those_of_autograd(transposed: bool) -> None:
+    x, weight, bias = made(3, ROWS, GIVEN), made(OUT, GIVEN, seed=1), made(OUT, seed=2)
+    weight = weight if transposed else weight.t().contiguous()
+    mine = [t.clone().requires_grad_() for t in (x, weight, bias)]
+    theirs = [t.double().requires_grad_() for t in (x, weight, bias)]
+    for _ in range(2):  # the second adds to the first
+        product(*mine, transposed).square().sum().backward()
+        F.linear(theirs[0], theirs[1] if transposed else theirs[1].t(), theirs[2]).square().sum().backward()
+    for one, other in zip(mine, theirs, strict=True):
+        assert one.grad is not None and other.grad is not None
+        assert (one.grad.double() - other.grad).abs().max() <= 1e-5 * other.grad.abs().max()
+
+
+def test_a_deferred_product_is_added_to_what_is_there() -> None:
+    parameter, left, right = torch.nn.Parameter(made(OUT, GIVEN)), made(ROWS, OUT, seed=1), made(ROWS, GIVEN, seed=2)
+    parameter.grad = made(OUT, GIVEN, seed=3)
+    expected = parameter.grad.double() + left.double().t() @ right.double()
+    WeightGradient(parameter, left, right).add()
+    torch.testing.assert_close(parameter.grad.double(), expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("op", ["linear", "addmm", "mm"])
+def test_costs_measure_the_kernel_with_its_derivative(op: str) -> None:
+    x, bias = made(ROWS, GIVEN).requires_grad_(), made(OUT, seed=2).requires_grad_()
+    weight = made(OUT, GIVEN, seed=1) if op == "linear" else made(GIVEN, OUT, seed=1)
+    weight.requires_grad_()
+    given = {"linear": (x, weight, bias), "addmm": (bias, x, weight), "mm": (x, weight)}[op]
+    target = getattr(torch.ops.aten, op).default
+    assert products.kernel_of(target) is not target
+    results = []
+    for code in (products.kernel_of(target), target):
+        result = code(*given)
+        results.append([result, *torch.autograd.grad(result.square().sum(), given)])
+    for one, other in zip(*results, strict=True):
+        assert (one - other).abs().max() <= 1e-4 * other.abs().max()
+
+
+def test_other_ops_have_no_other_kernel() -> None:
+    assert products.kernel_of(torch.ops.aten.tanh.default) is torch.ops.aten.tanh.default
+
+
+def test_the_switch_of_torch_turns_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(products, "_is_faster_here", lambda: True)
+    assert products.are_faster()
+    try:
+        torch.backends.mkldnn.enabled = False
+        assert not products.are_faster()
+    finally:
+        torch.backends.mkldnn.enabled = True

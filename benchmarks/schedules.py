@@ -5,7 +5,8 @@ parts for torch, so that it need not trace:
 8 layers, hidden 256, vocabulary 1024, sequence 128, batch 8, 8 micro-batches, fp32, fused AdamW in the step; 2 Gloo
 ranks with 1 thread each.  One stage on each rank (1F1B, GPipe) or two (interleaved, zero bubble; ZB-V
 with a V placement).  All variants alternate in one run; ratios are taken pair by pair.  Beside the seconds: the
-simulated step, and the most memory of activations that the plan expects.
+simulated step of the plan and of the times that its computes had in each step (`busy.py`), and the most memory of
+activations that the plan expects.
 
 Limits: torch has ZB-H1 only for several stages on a rank (`ScheduleInterleavedZeroBubble`), which is compared with our
 zb-h1 of one stage on each, and with our searched order of two.
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -33,6 +35,7 @@ import torch.nn.functional as F
 from alternation import alternate
 from architectures import seeded
 from bench_models import training_step
+from busy import Busy, allowed_seconds, busy
 from common import ratio, spread, write
 from step_time import BATCH, HIDDEN, LAYERS, MICROS, SEQ, VOCAB, next_token_loss
 from torch import nn
@@ -131,16 +134,30 @@ def measure(rounds: int, warmup: int, same_kernels: bool) -> dict[str, Any]:
     ids = torch.randint(0, VOCAB, (BATCH, SEQ), generator=torch.Generator().manual_seed(1))
     common: dict[str, Any] = {"sample": (ids, ids), "loss_fn": next_token_loss, "micro_batches": MICROS}
     steps: dict[str, Callable[[], Any]] = {}
-    plans: dict[str, autopart.Plan] = {}
+    pipes: dict[str, autopart.Pipe] = {}
     for name, options in OURS.items():
-        pipe = autopart.compile(seeded(Decoder, seed=0), "cpu:2", schedule=name, **common, **options)
-        steps[f"autopart {name}"] = training_step(partial(pipe.step, ids, ids), pipe.parameters())
-        plans[name] = pipe.plan
+        pipes[name] = pipe = autopart.compile(seeded(Decoder, seed=0), "cpu:2", schedule=name, **common, **options)
+        step = training_step(partial(pipe.step, ids, ids), pipe.parameters())
+        steps[f"autopart {name}"] = partial(traced, step, pipe)
     for name, (schedule, placed) in TORCH.items():
         own = torch_steps(ids, schedule, placed[dist.get_rank()], sum(map(len, placed)))
         steps[f"torch {name}"] = training_step(*own)
     measured = alternate(steps, rounds, warmup)
-    return {"seconds": measured.seconds, "expected": {name: expected(plan) for name, plan in plans.items()}}
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, {name: measured.results[f"autopart {name}"] for name in pipes})
+    plans = {name: expected(pipe.plan) for name, pipe in pipes.items()}
+    for name, pipe in pipes.items():
+        each = zip(*(rank[name] for rank in ranks), strict=True)
+        plans[name]["allowed by busy times"] = [allowed_seconds(pipe.program, own) for own in each]
+    return {"seconds": measured.seconds, "expected": plans}
+
+
+def traced(step: Callable[[], Any], pipe: autopart.Pipe) -> Busy:
+    """Run a step, and return the times of its computes."""
+    began = time.perf_counter()
+    with pipe.traced() as spans:
+        step()
+    return busy(spans, time.perf_counter() - began)
 
 
 def expected(plan: autopart.Plan) -> dict[str, Any]:
@@ -149,7 +166,7 @@ def expected(plan: autopart.Plan) -> dict[str, Any]:
     return {"simulated step": plan.outlook.step_ns * 1e-9, "activation bytes": held, "bubble": plan.outlook.bubble}
 
 
-def report(seconds: Mapping[str, list[float]], plans: Mapping[str, Mapping[str, Any]], *, out: str) -> None:
+def report(seconds: Mapping[str, list[float]], plans: Mapping[str, dict[str, Any]], *, out: str) -> None:
     for name, values in seconds.items():
         print(f"  {name:32s} {spread(values)}")
     ratios = {
@@ -167,8 +184,12 @@ def report(seconds: Mapping[str, list[float]], plans: Mapping[str, Mapping[str, 
     }
     for name, share in off.items():
         print(f"  {name:12s} simulated {plans[name]['simulated step']:.4f} s, {share:+.1%} of the measured step")
+    fed = {name: ratio(plan.pop("allowed by busy times"), seconds[f"autopart {name}"]) for name, plan in plans.items()}
+    for name, value in fed.items():
+        print(f"  {name:12s} simulated with busy times {value.median - 1:+.1%} of the measured step")
     content = {"seconds": {k: spread(v) for k, v in seconds.items()}, "ratios": ratios, "plans": plans}
-    print("written to", write(out, {**content, "simulated / measured - 1": off}).name)
+    both = {"simulated / measured - 1": off, "simulated with busy times / measured": fed}
+    print("written to", write(out, {**content, **both}).name)
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ from autopart.capture.batch.batch import Batch
 from autopart.capture.capture import Captured, capture
 from autopart.capture.guards import CaptureWarning, check_model
 from autopart.capture.recent import Recent
+from autopart.capture.shortened import without_prefix
 from autopart.capture.trace.autocast import Autocast, autocast_for
 from autopart.capture.trace.export import LossFn
 from autopart.capture.trained import Trained
@@ -77,6 +78,11 @@ class CaptureCache:
         batch = self.judged(batch, mode)
         key = (mode, size, batch.signature())
         captured = self.kept.get(key)
+        if captured is None and batch.kept:
+            captured = without_prefix(self(batch.plain, size, mode), [name for name, _ in batch.kept])
+            if captured.questions is not None:
+                key = (mode, size, replace(batch, answers=captured.questions.answers).signature())
+            self.kept.add(key, captured)
         if captured is None:
             began, known = time.perf_counter(), self.seconds
             captured = capture(
@@ -120,7 +126,7 @@ class CaptureCache:
         It stays as it is if no batch of its kind with the same answers was captured.  Costs the ops that are asked for.
         """
         if batch.answers is None:
-            for answers, hold in self._asked.get((mode, batch.rows, batch.signature()), ()):
+            for answers, hold in self._asked.get((mode, batch.rows, batch.plain.signature()), ()):
                 if hold(batch.tensors):
                     return replace(batch, answers=answers)
         return batch

@@ -49,6 +49,7 @@ class Captured:
     questions: what it asked about the numbers of the whole batch, with the answers that this program is for.
     masks: what its attention masks hide.  checkpointed: groups of ops that the model itself wants to recompute in the
     backward.  on_meta: whether it was traced on the meta device, as a program that is planned and never run.
+    before: names of the model's tensors that the ops in front of this program read (`without_prefix`).
     """
 
     module: fx.GraphModule
@@ -60,6 +61,7 @@ class Captured:
     masks: tuple[str, ...]
     checkpointed: tuple[tuple[str, ...], ...]
     on_meta: bool = False
+    before: tuple[str, ...] = ()
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -75,7 +75,7 @@ class Policy:
         """Go on from a state; `apply` then freezes as many layers again."""
 
     def _layers(self, session: Session) -> tuple[Layer, ...]:
-        return layers_of(session.graph, self._patterns)
+        return layers_of(session.whole_graph, self._patterns)
 
     def _freeze(self, session: Session, names: frozenset[str]) -> bool:
         """Give the parameters of the model their flags; return whether any changed.  Local."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from autopart.ir.cost import Cost
@@ -166,6 +166,16 @@ class Graph:
             for op in self.ops
             if not (trained.isdisjoint(op.params) and grads.isdisjoint(op.reads) and grads.isdisjoint(op.writes))
         )
+
+    def ops_between(self, starts: Collection[str], ends: Collection[str]) -> frozenset[str]:
+        """Return the ops that compute the values `ends` from inputs, parameters and the values `starts`.  O(reads)."""
+        known = {*starts, *self.inputs}
+        needed, found = set(ends) - known, set[str]()
+        for op in reversed(self.ops):
+            if not needed.isdisjoint(op.writes):
+                found.add(op.name)
+                needed.update(set(op.reads) - known)
+        return frozenset(found)
 
     def shape_digest(self) -> str:
         """Return a fingerprint of all but costs and source lines: equal for the same model at the same shapes."""

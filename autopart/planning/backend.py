@@ -3,7 +3,7 @@
 Compiling takes seconds once and shortens every step.  It pays if what it saves in the steps to come (`steps=`) is more
 than what it takes; both are measured: the step is simulated with times of eager and of compiled code, and the seconds
 are those of compiling the program on this machine (where its code lay on disk already, those of reading it).  Wrong
-where a stage holds other shapes than the program that was measured: its code is made anew.
+where a stage holds other shapes than the program that was measured: its code is made again.
 
 Compiling to find out costs as much as compiling to run.  So it is not tried where it cannot pay: where all the steps to
 come, eagerly, take less than the least time of compiling.

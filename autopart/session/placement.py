@@ -45,8 +45,10 @@ class Placement:
         return name not in self.keepers or rank in self.keepers[name]
 
 
-def placement_of(graph: Graph, decision: Decision) -> Placement:
+def placement_of(graph: Graph, decision: Decision, before: Collection[str] = ()) -> Placement:
     """Return where a plan puts the parameters and buffers of its graph; constants are part of the stage's code.
+
+    before: frozen tensors that are used in front of the graph, which the ranks of the first stage hold as well.
 
     A parameter of several stages has a copy with an owner in each: equal gradients and equal optimizers keep the copies
     equal.  Raises PlanError (`_check_shared`).  O(ops + parameters * log(parameters)).
@@ -73,6 +75,10 @@ def placement_of(graph: Graph, decision: Decision) -> Placement:
         stage = next(s for s in decision.stages if writer[value] in s.ops)
         owners[buffer] = stage.ranks[0]
         holders.setdefault(buffer, set()).update(stage.ranks)
+    for name in before:
+        owners.setdefault(name, decision.stages[0].ranks[0])
+        for of in (holders, keepers):
+            of.setdefault(name, set()).update(decision.stages[0].ranks)
     held, kept = ({name: tuple(sorted(ranks)) for name, ranks in of.items()} for of in (holders, keepers))
     return Placement(held, kept, owners, tuple(sharing))
 

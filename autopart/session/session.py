@@ -22,9 +22,12 @@ from autopart.session.session_plan import SessionPlan
 from autopart.session.step.data import (
     Arguments,
     as_shard,
+    micro_rows,
+    own_rows,
     rows_of_shards,
     shared_stand_in,
 )  # fmt: skip
+from autopart.session.step.kept.activations import Samples
 
 _CALLS = {"step": "step", "loss": "eval_loss", "predict": "predict"}
 """The call of a pipe by the mode in which the model is captured."""
@@ -44,15 +47,17 @@ class Session(SessionPlan):
         sharded: bool = False,
         scale: float = 1.0,
         unscaled: float | None = None,
+        samples: Samples | None = None,
     ) -> tuple[torch.Tensor, str]:
         """Return the loss of a batch, and the first gradient that is not finite ("" if all are, or are not checked).
 
         In mode "step" gradients are accumulated, unless one is not finite.  step: for random numbers.  sharded: whether
         each replica of the first stage is given its own rows.  scale: of the loss, for its backward.  unscaled: what
-        gradients are divided by before they are checked, None to leave them.  Collective."""
+        gradients are divided by before they are checked, None to leave them.  samples: names of the rows (`_begun`).
+        Collective."""
         with self.calls.collective(f"a {_CALLS[mode]} failed"):
             self.flush()
-            executor, _, plan = self.planned_batch(mode, arguments, step, scale, sharded=sharded)
+            executor, _, plan = self.planned_batch(mode, arguments, step, scale, sharded=sharded, samples=samples)
             with self.calls.running("a step failed"):
                 found = executor.loss(plan, self.spans if mode == "step" else None, unscaled=unscaled)
                 self.computed_ns = executor.computed_ns
@@ -69,7 +74,7 @@ class Session(SessionPlan):
     # -- the road of a batch, up to its plan (`Executor.plan`) -----------------------------------------------------
 
     def own_batch(
-        self, mode: str, arguments: Arguments, *, sharded: bool
+        self, mode: str, arguments: Arguments, *, sharded: bool, samples: Samples | None = None
     ) -> tuple[Batch | None, str, Sequence[float] | None, BaseException | None]:
         """Return this rank's batch of a call, its signature, what it counts of it (None: not yet, or a shard), and what
         is wrong with it, which all ranks will raise.  Local."""
@@ -82,24 +87,44 @@ class Session(SessionPlan):
                 return None, "", None if self.plan.decision.token_slices else (), None
             if sharded:
                 batch = as_shard(batch, self._captured)
+                batch = self._begun(batch, mode, samples, sharded=True)
                 return batch, repr(batch.signature()), None, None
             with patient("capturing the model"):
                 batch = self.captures.settled(batch, largest_part(batch, mode, self.plan.decision), mode)
+                batch = self._begun(batch, mode, samples, sharded=False)
             signature = repr(batch.signature())
             known = self._kinds.get((mode, digest_of(self.captures.version), digest_of(signature)))
             return batch, signature, known.count(batch) if known is not None else None, None
         except FAILURES as error:
             return batch, "", None, error
 
+    def _begun(self, batch: Batch, mode: str, samples: Samples | None, *, sharded: bool) -> Batch:
+        """Return the batch with what the plan begins with, if it begins behind frozen layers: in this rank's rows, read
+        if they are kept under these names of the samples, else computed.  Local."""
+        if mode != "step" or not self.activations.values:
+            return batch
+        rows, first, rank = batch.rows or 0, self.plan.stages[0], self.world.rank
+        own: Sequence[int] = range(rows) if sharded and rank in first.ranks else ()
+        if not sharded and rank in first.ranks:
+            own = own_rows(micro_rows(batch, (), self.plan.decision), first.division, first.ranks.index(rank))
+        return self.activations.extended(batch, samples, own, self.tensors.held)
+
     def planned_batch(
-        self, mode: str, arguments: Arguments, step: int = 0, scale: float = 1.0, *, sharded: bool = False
+        self,
+        mode: str,
+        arguments: Arguments,
+        step: int = 0,
+        scale: float = 1.0,
+        *,
+        sharded: bool = False,
+        samples: Samples | None = None,
     ) -> tuple[Executor, Batch, BatchPlan]:
         """Return the executor of the batch of a call, the batch as this rank has it, and this rank's plan for it.
         Collective; raises on all ranks what any rank finds wrong.
 
         A batch of a kind that came before takes one exchange, and another if shards are given.
         """
-        batch, signature, counts, failure = self.own_batch(mode, arguments, sharded=sharded)
+        batch, signature, counts, failure = self.own_batch(mode, arguments, sharded=sharded, samples=samples)
         version = self.captures.version
         needed, key = self.needing if mode == "step" else self.needing[:1], (self.options.seed, step)
         settle = self.calls.enter(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -49,6 +49,7 @@ from autopart.session.step.data import (
     one_batch,
     refuse_target,
 )  # fmt: skip
+from autopart.session.step.kept.activations import Activations
 from autopart.session.step.loss_shares import Shares
 from autopart.session.step.padded import PaddingReader
 from autopart.session.weights.source import Weights, weights_for
@@ -68,6 +69,7 @@ class SessionPlan:
     tied: first name of each tied tensor, by its other names.
     preparing_s, moving_s: seconds that capturing and making the stages, and moving tensors, took at the last change.
     spans: gets what this rank does in training steps, if it is a list.
+    activations: of frozen layers, by sample, where the plan begins behind them.
     computed_ns: what each rank computed for in the last step, 0 where it was not measured.
     last_shares: rows of each micro-batch of the last batch, and their shares in its loss.  last_executor: that ran it.
     flush: lets what asynchronous training has in flight come back, before any other call.
@@ -97,6 +99,7 @@ class SessionPlan:
         local, timeout_s = cluster.levels[0].size, options.timeout
         self.world = World(cluster.kind, cluster.world, local=local, timeout_s=timeout_s, transport=options.transport)
         self.calls = Calls(self.world)
+        self.activations = Activations(captures, self.world.device)
         self.preparing_s = self.moving_s = 0.0
 
     # -- getting there ---------------------------------------------------------------------------------------------
@@ -134,16 +137,24 @@ class SessionPlan:
             raise
         set_activity("between calls")
 
-    def adopt(self, plan: Plan | str | os.PathLike[str], prepare: Preparing) -> None:
+    def adopt(
+        self, plan: Plan | str | os.PathLike[str], prepare: Preparing, kept: Sequence[tuple[str, torch.Tensor]] = ()
+    ) -> None:
         """Go on under another plan (rank 0's counts) for the same model, batch and number of ranks.  Collective.
 
         Parameters, buffers and gradients move to the ranks that need them.  A plan that does not fit is refused on all
-        ranks, and nothing has changed.  prepare: called first; what it returns moves what else follows the plan."""
+        ranks, and nothing has changed.  prepare: called first; what it returns moves what else follows the plan.  kept:
+        values that the plan begins with (`Batch.kept`)."""
         with self.call("adopt"):
             move = prepare()
-            planned = self._plan_together(replace(self.options, plan=plan))
-            context = self._context_of(planned, self.tensors, self._empty)
-            executor = self._executor_of(planned, context)
+            before, self.batch = self.batch, replace(self.batch, kept=tuple(kept))
+            try:
+                planned = self._plan_together(replace(self.options, plan=plan))
+                context = self._context_of(planned, self.tensors, self._empty)
+                executor = self._executor_of(planned, context)
+            except BaseException:
+                self.batch = before
+                raise
             began = time.perf_counter()
             with self.calls.running("moving the weights to another plan"):
                 self.tensors.masters.write()
@@ -199,10 +210,12 @@ class SessionPlan:
     ) -> RankContext:
         """Return what executors share under a plan.  earlier: tensors that this rank held before.  values: of
         tensors on the meta device.  Collective."""
-        placement = placement_of(planned.captured.graph, planned.plan.decision)
+        placement = placement_of(planned.captured.graph, planned.plan.decision, planned.captured.before)
         rank, wanted = self.world.rank, self.options.master_weights
         mastered: Callable[[str], bool] = lambda name: wanted and placement.keeps(rank, name)  # noqa: E731
         tensors = LocalTensors(self.world.device, earlier, mastered, values)
+        if rank in planned.plan.stages[0].ranks:
+            tensors.hold(planned.captured.before, planned.captured.tensors)
         shared = SharedValues(self.world, placement.sharing, tensors.held)
         backend = "inductor" if runs_compiled(self.options, planned.plan) else "eager"
         options = replace(self.options, backend=backend)
@@ -223,6 +236,7 @@ class SessionPlan:
         context.tensors.settle(self._later_values)
         self.plan, self._captured = planned.plan, planned.captured
         self.context = context
+        self.activations.begin(self.batch, max(self.plan.micro_rows))
         context.values.drop_foreign_gradients()
         signature = digest_of(repr(self.batch.signature()))
         kind = "step", digest_of(self.captures.version), signature
@@ -237,6 +251,11 @@ class SessionPlan:
     def graph(self) -> Graph:
         """The captured graph that was planned."""
         return self._captured.graph
+
+    @property
+    def whole_graph(self) -> Graph:
+        """The graph of the whole model; it begins before `graph` if the plan begins behind frozen layers.  Local."""
+        return self.captures(self.batch.plain, self.graph.size).graph if self.batch.kept else self.graph
 
     @property
     def last_captured(self) -> Captured:
@@ -326,6 +345,7 @@ class SessionPlan:
     def close(self) -> None:
         """Leave the process group.  The model keeps the weights that this rank holds."""
         self._kinds.clear()
+        self.activations.close()
         self.world.close()
 
 

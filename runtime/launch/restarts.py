@@ -24,7 +24,7 @@ PAUSE_S = 0.1
 LONGEST_PAUSE_S = 30.0
 LOOK_S = 0.25
 SOON_S = 60.0
-"""A generation that lived for so many seconds was healthy: the pauses begin anew."""
+"""A generation that lived for so many seconds was healthy: the pauses begin again."""
 
 _log = logging.getLogger("autopart")
 

@@ -29,7 +29,9 @@ class Batch:
     tensor that is cut along axis 0.  spec: how to put (args, kwargs, target) together.  rows: the common size of axis 0
     of the cut tensors, None if there are none.  answers: the op, line and value of each question that the model's
     Python asks about the numbers of the batch; None if unknown.  stands_in: whether another rank has the numbers.
-    masks: what the first attention masks hide (`reads.masks`), if the batch is not to be asked; None to ask it.
+    masks: what the first attention masks hide (`reads.masks`), if the batch is not to be asked; None to ask it.  kept:
+    values that the program begins with instead of computing them (`shortened.without_prefix`), by name, cut along axis
+    0; the program has them as inputs behind the tensor leaves.
     """
 
     leaves: tuple[Any, ...]
@@ -41,17 +43,25 @@ class Batch:
     answers: tuple[tuple[str, str, Any], ...] | None = None
     stands_in: bool = False
     masks: tuple[str, ...] | None = None
+    kept: tuple[tuple[str, torch.Tensor], ...] = ()
+
+    @property
+    def plain(self) -> Batch:
+        """The batch as the user passed it, without `kept`."""
+        return replace(self, kept=()) if self.kept else self
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """The tensor leaves, in order."""
-        return tuple(tensor for tensor, _ in self.tensors_and_splits())
+        return tuple(leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor))
 
     def tensors_and_splits(self) -> Iterator[tuple[torch.Tensor, bool]]:
-        """The tensor leaves, in order, each with whether it is cut along axis 0."""
+        """The tensor leaves, in order, each with whether it is cut along axis 0; then what is kept."""
         for leaf, split in zip(self.leaves, self.splits, strict=True):
             if isinstance(leaf, torch.Tensor):
                 yield leaf, split
+        for _, tensor in self.kept:
+            yield tensor, True
 
     def signature(self) -> tuple[Any, ...]:
         """Return everything but the number of rows that a captured program depends on; equal on every rank."""
@@ -59,6 +69,8 @@ class Batch:
         plain: tuple[Any, ...] = (str(self.spec), tuple(_leaf_signature(leaf, split) for leaf, split in leaves))
         if self.masks is not None:
             plain = (*plain, self.masks)
+        if self.kept:
+            plain = (*plain, *((name, *_leaf_signature(tensor, True)) for name, tensor in self.kept))
         return plain if not self.answers else (*plain, tuple(repr(value) for _, _, value in self.answers))
 
     def changed(self, change: Callable[[torch.Tensor, bool], torch.Tensor], rows: int | None) -> Batch:
@@ -67,7 +79,8 @@ class Batch:
             change(leaf, split) if isinstance(leaf, torch.Tensor) else leaf
             for leaf, split in zip(self.leaves, self.splits, strict=True)
         )
-        return replace(self, leaves=leaves, rows=rows)
+        kept = tuple((name, change(tensor, True)) for name, tensor in self.kept)
+        return replace(self, leaves=leaves, rows=rows, kept=kept)
 
     def with_rows(self, rows: int) -> Batch:
         """Return a batch of another number of rows for tracing: rows repeat, and no two leaves share memory."""
@@ -92,7 +105,7 @@ class Batch:
         return self.changed(lambda tensor, _: tensor.to(device), self.rows)
 
     def micro(self, micro_rows: tuple[int, ...]) -> list[tuple[torch.Tensor, ...]]:
-        """Return the tensor leaves of each micro-batch; tensors without rows go to all of them whole."""
+        """Return the tensors of each micro-batch, in order; those without rows go to all of them whole."""
         pieces: list[list[torch.Tensor]] = [[] for _ in micro_rows]
         for tensor, split in self.tensors_and_splits():
             parts = torch.split(tensor, list(micro_rows)) if split else [tensor] * len(micro_rows)

@@ -329,7 +329,7 @@ class Executor:
         """Return a digest of what replicas of the first stage share, then the counts of this rank's pieces."""
         seen = 0.0
         if 0 in self._stages and len(self._stages[0].ranks) > 1:
-            seen = digest(t for t, split in batch.tensors_and_splits() if not (split and sharded))
+            seen = digest(t for t, split in batch.plain.tensors_and_splits() if not (split and sharded))
         sizes = self._own_sizes(rows, sharded=sharded)
         if sizes:
             self._code.checks.check_masks(batch, self._graph.inputs)

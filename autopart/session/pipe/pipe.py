@@ -25,9 +25,10 @@ from autopart.session.session import Session
 from autopart.session.state.checkpoints.saver import Around, HasState, Request, Saver, require_folder
 from autopart.session.state.misuse_guards import short_tracebacks, watch_optimizers, without_backward
 from autopart.session.state.sampler import DataPosition, PositionedSampler, sampler_of
-from autopart.session.state.scaler import WARN_AFTER, checked_scale, not_finite, warn_skipped
+from autopart.session.state.scaler import WARN_AFTER, checked_scale, not_finite, refuse_ambiguous, warn_skipped
 from autopart.session.state.state_dict import empty_foreign, sync_state, take_masters
 from autopart.session.step.data import Arguments, own_rows
+from autopart.session.step.kept.activations import Samples
 from autopart.session.step.parts import micro_cut
 
 
@@ -70,7 +71,14 @@ class Pipe(PipeMeasured):
 
     # -- running -------------------------------------------------------------------------------------------------
 
-    def step(self, *args: Any, sharded: bool = False, scale: float | None = None, **kwargs: Any) -> torch.Tensor:
+    def step(
+        self,
+        *args: Any,
+        sharded: bool = False,
+        scale: float | None = None,
+        samples: Samples | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
         """Run one training step: forward and backward of every micro-batch; gradients are added to `.grad`.
 
         Takes a batch (a mapping, a tuple, a pair of both, a tensor; with loss_fn a pair of inputs and target), or the
@@ -84,11 +92,16 @@ class Pipe(PipeMeasured):
         scale: factor of the loss in the backward, above 0: n steps with `scale=1 / n` add up to the mean of their
         gradients.  The returned loss is not multiplied.
 
+        samples: the number or name of each row's sample in the data set, on ranks that need data.  Under a plan that
+        begins behind frozen layers (`replan(cache=...)`) their activations are kept under these names; without names
+        they are computed in every step.  Other plans do not look at them.
+
         In fp16 the loss is scaled for the backward (`scaler`), and gradients are unscaled afterwards.  If one is not
         finite, no gradient is added and `skipped` is True: skip `optimizer.step()` then.
         """
         self._require_open()
         factor = checked_scale(scale, self._captures.model, by_keywords=not args)
+        refuse_ambiguous("samples", samples, self._captures.model, by_keywords=not args)
         session = self._session or self._bring_up((args, kwargs), sharded=sharded)
         refuse_in_training(session.plan, "pipe.step(batch)")
         scaler, how = self.scaler, self._options.non_finite
@@ -96,8 +109,9 @@ class Pipe(PipeMeasured):
         unscaled = known if scaler is not None or how != "auto" else None
         with self._meter.step(session):
             loss, overflow = session.loss(
-                "step", (args, kwargs), self._steps, sharded=sharded, scale=known * factor, unscaled=unscaled
-            )
+                "step", (args, kwargs), self._steps, sharded=sharded, scale=known * factor, unscaled=unscaled,
+                samples=samples,
+            )  # fmt: skip
         self._meter.loss = loss
         self._steps += 1
         self._speeds.note(session.computed_ns)

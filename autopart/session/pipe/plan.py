@@ -23,6 +23,7 @@ from autopart.session.replanning.speeds import Speeds, slowed
 from autopart.session.session_plan import Preparing
 from autopart.session.state.checkpoints.contents import driven_names
 from autopart.session.state.misuse_guards import short_tracebacks
+from autopart.session.step.kept.activations import AutoCache
 
 
 @short_tracebacks
@@ -68,7 +69,13 @@ class PipePlan(PipeState):
         self._speeds.follow(self.session.plan, self._cluster)
         self._end_training("adopt")
 
-    def replan(self, optimizer: torch.optim.Optimizer | None = None, *, steps: int | None = None) -> Replanned:
+    def replan(
+        self,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        steps: int | None = None,
+        cache: AutoCache | None = None,
+    ) -> Replanned:
         """Make a new plan for the model in its current state, and continue under it if it pays.  Call it on every rank.
 
         For example after layers were frozen: they need no backward, so fewer stages and more replicas may be faster on
@@ -81,6 +88,10 @@ class PipePlan(PipeState):
         optimizer state, which is timed by sending a part of them.  Without steps a plan is adopted if its simulated
         step is 2 % shorter.
 
+        cache: where the activations of frozen layers may be kept by sample, on the ranks that are given data; it holds
+        for later calls too.  If that pays, the plan begins behind the frozen layers, and `step(batch, samples=names)`
+        reads what they make of each sample instead of computing it.
+
         Returns what was found and done (`Replanned`); its `reason` explains it.  Raises what `compile` and `adopt`
         raise; the pipe then continues under its old plan.
         """
@@ -89,7 +100,7 @@ class PipePlan(PipeState):
         sizes = state_bytes_of(optimizer, driven_names(self.session, self._placeholder))
         slowness = self._speeds.judge()
         machines = slowed(self._cluster, slowness)
-        found = replan(self.session, machines, steps, sizes, self._preparing(optimizer))
+        found = replan(self.session, machines, steps, sizes, self._preparing(optimizer), cache)
         if found.adopted:
             self._speeds.follow(self.session.plan, machines, slowness)
             self._end_training("replan")

@@ -35,7 +35,7 @@ class Speeds:
         self._told: frozenset[int] = frozenset()
 
     def follow(self, plan: Plan, cluster: Cluster, known: Sequence[float] = ()) -> None:
-        """Begin anew under a plan for a cluster.  known: how slow the plan takes each rank for; () for 1 each."""
+        """Begin again under a plan for a cluster.  known: how slow the plan takes each rank for; () for 1 each."""
         self._planned = planned_ns(plan, cluster)
         self._known = self._judged = tuple(known) or (1.0,) * cluster.world
         self._restart()

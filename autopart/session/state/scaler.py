@@ -44,18 +44,24 @@ def not_finite(overflow: str, scale: float) -> NonFiniteError:
     )
 
 
+def refuse_ambiguous(name: str, value: object, model: nn.Module, *, by_keywords: bool) -> None:
+    """Raise UsageError for an argument of `step` that is given beside a batch of keywords, if the model has one of this
+    name too."""
+    if value is not None and by_keywords and name in inspect.signature(model.forward).parameters:
+        raise UsageError(
+            f"{name}= may mean the model's own argument, or that of pipe.step",
+            why="both have this name",
+            fix=f"pass the batch as one mapping: pipe.step({{...}}) gives {name} to the model, pipe.step({{...}}, "
+            f"{name}=...) is that of the step",
+        )
+
+
 def checked_scale(scale: float | None, model: nn.Module, *, by_keywords: bool) -> float:
     """Return what a step multiplies its loss by, 1 for None.  by_keywords: whether the batch is given as keyword
     arguments, of which the model may have one named scale.  Raises UsageError."""
     if scale is None:
         return 1.0
-    if by_keywords and "scale" in inspect.signature(model.forward).parameters:
-        raise UsageError(
-            "scale= may mean the model's own argument, or what the loss is multiplied by",
-            why="both have this name",
-            fix="pass the batch as one mapping: pipe.step({...}) gives scale to the model, pipe.step({...}, scale=0.5) "
-            "multiplies the loss",
-        )
+    refuse_ambiguous("scale", scale, model, by_keywords=by_keywords)
     if not isinstance(scale, (int, float)) or isinstance(scale, bool) or not 0 < scale < math.inf:
         raise UsageError(f"scale is {scale!r}", fix="use a number above 0, such as scale=1 / 4 in each of 4 steps")
     return float(scale)

@@ -2,7 +2,7 @@
 
 The dynamic programs of the search stand for 1F1B's family.  What another order gains depends on the bubble that is left
 and on memory, not on where exactly the cuts are, so the best plans of different shapes are tried under every other
-schedule (`Way`), those with several stages a rank with cuts made anew (`even_cuts`), and each is simulated within
+schedule (`Way`), those with several stages a rank with cuts made again (`even_cuts`), and each is simulated within
 memory like every candidate.  The searched order, which takes longest to find, is tried last and for the few best.
 
 Where the planner may choose, an order has to save enough to be worth it (`Candidate.preference`).

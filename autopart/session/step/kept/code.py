@@ -1,0 +1,154 @@
+"""The frozen layers of one kind of batch: which values they end with, and the code that computes them for some rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from autopart.capture import CaptureCache, Captured
+from autopart.capture.batch.batch import Batch
+from autopart.capture.derive.reduction import WHOLE, coupling_ops, family_of_batch, row_layouts
+from autopart.capture.derive.rows import mark_rows
+from autopart.ir.errors import RefusedError
+from autopart.ir.graph import Graph, Op
+from autopart.ir.shares import RowLayout
+from autopart.passes.graph.frozen import frozen_end
+from autopart.runtime.stages.stage_module import StageModule
+from autopart.session.code.split import cut
+
+Tensors = Mapping[str, torch.Tensor]
+_WHAT = "activations at the end of the frozen layers cannot be kept by sample"
+
+
+@dataclass
+class FrozenCode:
+    """The frozen layers of batches of one kind, captured for some rows.
+
+    values: what they end with, each with a row of axis 0 for every sample.
+    """
+
+    captured: Captured
+    values: tuple[str, ...]
+    _made: dict[tuple[str, ...], StageModule] = field(default_factory=dict)
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The model's parameters and buffers that the values depend on."""
+        graph, kinds = self.captured.graph, self.captured.names.kinds
+        used = (name for op in self._ops(()) for name in op.params if kinds[name] != "constant")
+        return tuple(dict.fromkeys(used if graph.ops else ()))
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """The places, among the tensors of a batch, of the inputs that the values depend on."""
+        read = {name for op in self._ops(()) for name in op.reads}
+        return tuple(place for place, name in enumerate(self.captured.graph.inputs) if name in read)
+
+    def specs(self, rows: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return shape and dtype of each value, for this number of rows."""
+        known = self.captured.graph.value_map()
+        return {n: ((rows, *known[n].shape[1:]), getattr(torch, known[n].dtype)) for n in self.values}
+
+    def starts_at(self, earlier: Sequence[str]) -> bool:
+        """Return whether the values follow from these, which frozen layers made."""
+        return {*earlier} <= {name for op in self._ops(()) for name in op.writes}
+
+    def _ops(self, earlier: Sequence[str]) -> list[Op]:
+        graph = self.captured.graph
+        chosen = graph.ops_between(earlier, self.values)
+        return [op for op in graph.ops if op.name in chosen]
+
+    @torch.no_grad()
+    def run(
+        self, batch: Batch, rows: Sequence[int], tensors: Tensors, device: torch.device, earlier: Tensors
+    ) -> dict[str, torch.Tensor]:
+        """Return the values for these rows of a batch, on the CPU.
+
+        tensors: the model's, by name.  earlier: values that are known of these rows, () if none; only what follows is
+        computed.  Runs as many rows at a time as the program was captured for; the last ones are repeated.
+        """
+        names = tuple(earlier)
+        size = self.captured.graph.rows
+        code = self._code(names, device)
+        found: dict[str, list[torch.Tensor]] = {name: [earlier[name]] if name in names else [] for name in self.values}
+        for start in range(0, len(rows), size):
+            own = [*range(start, min(start + size, len(rows)))]
+            picked = torch.tensor([*own, *[own[-1]] * (size - len(own))])
+            given = self._given(batch, torch.tensor(rows)[picked]) | {n: earlier[n][picked] for n in names}
+            inputs = [given[name].to(device) for name in code.inputs]
+            results = code.module(*code.arguments(tensors), *inputs)
+            for name, result in zip(code.outputs, results, strict=False):
+                found[name].append(result[: len(own)].cpu())
+        return {name: torch.cat(parts) for name, parts in found.items()}
+
+    def _given(self, batch: Batch, picked: torch.Tensor) -> dict[str, torch.Tensor]:
+        pairs = zip(self.captured.graph.inputs, batch.plain.tensors_and_splits(), strict=True)
+        return {name: tensor[picked.to(tensor.device)] if split else tensor for name, (tensor, split) in pairs}
+
+    def _code(self, earlier: tuple[str, ...], device: torch.device) -> StageModule:
+        if earlier not in self._made:
+            ops = {op.name for op in self._ops(earlier)}
+            self._made[earlier] = cut(self.captured, ops, [n for n in self.values if n not in earlier], device)
+        return self._made[earlier]
+
+
+def frozen_code(captures: CaptureCache, batch: Batch, rows: int, values: Sequence[str] | None = None) -> FrozenCode:
+    """Return the frozen layers of batches like this one, proven to be a function of each sample alone.
+
+    rows: that are run at once.  values: what they shall end with, as another batch told; None for what is frozen now.
+    Without anything frozen the code has no values.  Raises RefusedError, naming what is in the way: ops that draw
+    random numbers, take statistics of the batch or change a buffer; and values that do not hold the rows apart.
+    """
+    batch = batch.plain
+    family = family_of_batch(captures, batch, (rows, rows))
+    assert family.other is not None
+    graph = mark_rows(family.base.graph, family.other.graph)
+    ends = frozen_end(graph) if values is None else tuple(values)
+    captured = captures(batch, family.base.graph.size)
+    if not ends:
+        return FrozenCode(captured, ())
+    if not {*ends} <= graph.value_map().keys():
+        raise RefusedError(_WHAT, why="batches of this kind run another program than the one that was planned")
+    _refuse_impure(graph, ends)
+    try:
+        layouts = row_layouts(family, WHOLE, ends, ())
+    except RefusedError as error:
+        raise RefusedError(_WHAT, where=error.where, why=error.why, fix=_FIX) from error
+    for name in ends:
+        if layouts[name] != RowLayout(0, 1):
+            raise RefusedError(
+                _WHAT, where=_where(graph, name), why=f"value {name} does not have the rows on its first axis",
+                fix="put the rows of the batch first in what the last frozen layer returns, or leave cache= out",
+            )  # fmt: skip
+    return FrozenCode(captured, ends)
+
+
+_FIX = "leave cache= out of pipe.replan"
+
+
+def _refuse_impure(graph: Graph, ends: Sequence[str]) -> None:
+    chosen = graph.ops_between((), ends)
+    learning, coupling = graph.learning_ops(), coupling_ops(graph)
+    for op in graph.ops:
+        if op.name not in chosen:
+            continue
+        if op.name in learning:
+            why, fix = "it learns again", "call pipe.replan(optimizer) on every rank"
+        elif op.random:
+            why = f"{op.target} draws random numbers anew in each step"
+            fix = (
+                f"call model.get_submodule({op.module!r}).eval() if frozen layers shall draw none, or leave cache= out"
+            )
+        elif op.name in coupling:
+            why = f"{op.target} takes statistics of the batch, or changes a buffer"
+            fix = f"call model.get_submodule({op.module!r}).eval() if its statistics shall be frozen too"
+        else:
+            continue
+        raise RefusedError(_WHAT, where=f"module {op.module} at {op.where}", why=why, fix=fix)
+
+
+def _where(graph: Graph, value: str) -> str:
+    op = next((op for op in graph.ops if value in op.writes), None)
+    return f"module {op.module} at {op.where}" if op is not None else value

@@ -59,6 +59,7 @@ PARTS = {
     "rest": [
         "capture/test_asking_models.py",
         "capture/test_autocast.py",
+        "integrations",
         "capture/test_capture.py",
         "capture/test_checkpointing.py",
         "capture/test_grouped_products.py",

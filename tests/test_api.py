@@ -55,6 +55,10 @@ def test_every_option_is_in_the_docstring_of_the_function(function):
         ("gradient_accumulation_steps", "the sample is the batch of all of them"),
         ("mixed_precision", 'precision= takes "fp32"'),
         ("compress", "drop it"),
+        ("deepspeed", "the plan divides the model"),
+        ("tensor_parallel_size", "no tensor parallelism"),
+        ("max_grad_norm", "pipe.clip_grad_norm_"),
+        ("torch_compile", 'backend="inductor"'),
         ("wibble", "use one of loss_fn, stages"),
     ],
 )

@@ -353,7 +353,7 @@ def read_value(name: str, value: Any) -> Any:
         if not check(value):
             raise UsageError(f"{name} is {value!r}", fix=fix)
     elif known and value not in known and not (name == "costs" and callable(value)):
-        near = difflib.get_close_matches(str(value), known, n=1)
+        near = difflib.get_close_matches(str(value).lower(), known, n=1)
         advice = f"did you mean {near[0]!r}? " if near else ""
         other = ", or a function of your own" if name == "costs" else ""
         raise UsageError(f"unknown {name} {value!r}", fix=f"{advice}use one of {', '.join(known)}{other}")

@@ -23,6 +23,17 @@ _OTHER_NAMES = {
     "dtype amp autocast mixed_precision bf16 fp16": 'precision= takes "fp32", "bf16" or "fp16"',
     "activation_checkpointing gradient_checkpointing checkpoint remat": 'recompute= takes "auto", "off" or "all"',
     "zero_stage zero_optimization sharding_strategy": 'zero= takes 0, 1 or "auto"',
+    "train_batch_size per_device_train_batch_size global_batch_size": "sample= takes one whole batch; its rows count",
+    "tp tp_size tensor_parallel_size tensor_model_parallel_size mesh device_mesh": (
+        "there is no tensor parallelism: a plan has stages= and replicas="
+    ),
+    "fsdp fsdp_config deepspeed deepspeed_config": 'drop it: the plan divides the model; zero= takes 0, 1 or "auto"',
+    "world_size nproc_per_node num_processes num_gpus device_map": 'cluster= takes "cpu:2", "cuda:8" or a file',
+    "partition_method num_layers_per_stage": "cuts= takes the module paths at which a stage begins",
+    "activation_checkpoint_interval checkpoint_activations": 'recompute= takes "auto", "off", "all" or module patterns',
+    "gradient_clipping max_grad_norm clip_grad gradient_clip_val": "call pipe.clip_grad_norm_(max_norm)",
+    "torch_compile compile_model": 'backend="inductor" compiles the stages',
+    "lr learning_rate weight_decay": "make an optimizer of pipe.parameters()",
     "bucket_cap_mb": "bucket_bytes= is the size of a bucket in bytes",
     "compress": "gradients are always summed exactly; drop it",
 }

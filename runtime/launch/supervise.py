@@ -8,12 +8,14 @@ kernel chose, and workers join it as torchrun's workers do.
 from __future__ import annotations
 
 import atexit
+import importlib
 import math
 import multiprocessing
 import os
 import pickle
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -208,15 +210,38 @@ class Fleet:
 
 
 def pickle_call(fn: Callable[..., object], args: tuple[object, ...]) -> bytes:
-    """Pickle a call by value; raise UsageError for what another process cannot load, such as a lambda."""
+    """Pickle a call; raise UsageError for what another process cannot load, such as a lambda.
+
+    What a notebook or a prompt defines cannot be imported, and is sent by value.
+    """
+    dumps = _by_value(fn) if is_interactive(fn) else pickle.dumps
     try:
-        return pickle.dumps((fn, args))
+        return dumps((fn, args))
     except Exception as error:
         raise UsageError(
             f"{name_of(fn)} and its arguments cannot be sent to worker processes",
             why=f"{type(error).__name__}: {error}",
             fix="define the function at the top level of a file (no lambda, nothing local); " + GUARD,
         ) from error
+
+
+def is_interactive(fn: object) -> bool:
+    """Return whether a function was defined in a notebook, or at a prompt: there is no file to import it from."""
+    return getattr(fn, "__module__", "") == "__main__" and not hasattr(sys.modules["__main__"], "__file__")
+
+
+def _by_value(fn: object) -> Callable[[object], bytes]:
+    """Return cloudpickle's dumps.  Raises UsageError if it is not installed."""
+    try:
+        dumps: Callable[[object], bytes] = importlib.import_module("cloudpickle").dumps
+    except ImportError as error:
+        raise UsageError(
+            f"{name_of(fn)} is defined in a notebook or at a prompt",
+            why="worker processes have no file to import it from",
+            fix='pip install "autopart[notebook]", which sends it by value; or write the cell to a file with '
+            "%%writefile train.py, and import it from there",
+        ) from error
+    return dumps
 
 
 def name_of(fn: object) -> str:

@@ -27,7 +27,7 @@ VIT = {
     **{name: TEXT[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")},
 }  # fmt: skip
 MOE = {**LLAMA, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4, "head_dim": 16}
-MOE |= {"num_key_value_heads": 1}
+MOE |= {"num_key_value_heads": 1, "num_experts_per_tok": 2}
 T5 = {"architectures": ["T5WithLMHeadModel"], "model_type": "t5", "d_model": 32, "d_kv": 16, "d_ff": 48}
 T5 |= {"num_layers": 2, "num_heads": 2, "vocab_size": 64, "decoder_start_token_id": 0, "pad_token_id": 0}
 RESNET = {"architectures": ["ResNetForImageClassification"], "model_type": "resnet", "embedding_size": 8}

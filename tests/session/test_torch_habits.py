@@ -153,7 +153,7 @@ def test_an_optimizer_that_needs_a_closure_is_refused(pair: Workers) -> None:
     with pytest.raises(AutopartError, match="LBFGS needs a closure"):
         autopart.compile(Net(), "cpu:1", sample=ROWS, optimizer=torch.optim.LBFGS, costs="analytic")
     for error in pair.run(jobs.closure_optimizer):
-        assert type(error) is UsageError and "LBFGS cannot drive" in error.what
+        assert type(error) is UsageError and "LBFGS cannot update" in error.what
 
 
 def test_a_cut_at_a_module_without_an_op_of_its_own_says_so() -> None:

@@ -117,8 +117,10 @@ def writing(setting: Setting, folder: Path) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {"autopart": [], "dd": []}
     for number in range(setting.rounds + 1):  # the first round warms up
         began = time.perf_counter()
-        saved = autopart.save_from(model, folder / "run", optimizer, step=number, keep=1)
+        saved = autopart.save_from(model, folder / "run", optimizer, step=number)
         found["autopart"].append(time.perf_counter() - began)
+        if number:  # neither writes over an older file while its time is taken
+            shutil.rmtree(folder / "run" / f"step-{number - 1:08d}")
         if not number:
             source.write_bytes(bytes(size_of(saved)))
         copy.unlink(missing_ok=True)

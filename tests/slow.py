@@ -27,6 +27,7 @@ PARTS = {
         "e2e/test_batch_statistics.py",
         "e2e/test_data.py",
         "e2e/test_models_from_meta.py",
+        "e2e/test_checkpoints.py",
         "e2e/test_sampler.py",
         "session",
     ],

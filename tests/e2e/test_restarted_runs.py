@@ -16,7 +16,7 @@ from support.workers import Workers
 from autopart.ir.errors import WorkerError
 from autopart.runtime.launch.local import launch
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
 
 def as_without(pool: Workers, tmp_path: Path, run: Run, launcher: str, *flags: str, limit_s: float = 500.0) -> str:
@@ -42,7 +42,6 @@ KILLS: list[tuple[dict[str, Any], bool, Sequence[Fault]]] = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["launch", "torchrun"])
 @pytest.mark.parametrize(("plan", "wait", "faults"), KILLS, ids=["stages", "stages-background", "replicas"])
 def test_kills_in_every_phase_of_a_step_change_no_bit_of_the_result(
@@ -52,7 +51,6 @@ def test_kills_in_every_phase_of_a_step_change_no_bit_of_the_result(
     as_without(pair, tmp_path, run, launcher, "--max-restarts", "3")
 
 
-@pytest.mark.slow
 def test_kills_among_stages_with_replicas_that_share_the_optimizer_change_no_bit(
     workers: Workers, tmp_path: Path
 ) -> None:
@@ -64,7 +62,6 @@ def test_kills_among_stages_with_replicas_that_share_the_optimizer_change_no_bit
     assert [each[0] for each in runs.results(run, "launch")] == expected
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "says"), [("stop", r"rank 1 .*is stopped"), ("hang", r"rank 1 .*(made no progress|does not answer)")]
 )
@@ -76,7 +73,6 @@ def test_a_rank_that_is_stopped_or_hangs_is_named_and_the_run_goes_on(
     assert re.search(f"restart 1 of 1 .*{says}", output), output
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_twenty_restarts_at_once_find_each_other_twenty_times(pair: Workers, tmp_path: Path) -> None:
     faults = [Fault("kill", number % 2, 0, ("start", "forward")[number // 2 % 2]) for number in range(20)]
@@ -84,7 +80,6 @@ def test_twenty_restarts_at_once_find_each_other_twenty_times(pair: Workers, tmp
     as_without(pair, tmp_path, run, "torchrun", "--max-restarts", "20", limit_s=1700)
 
 
-@pytest.mark.slow
 def test_exhausted_restarts_say_the_first_cause(tmp_path: Path) -> None:
     run = Run(str(tmp_path / "run"), [Fault("kill", 1, 0, "start"), Fault("kill", 0, 0, "forward")])
     with pytest.raises(WorkerError, match=r"rank 0 .*died: .*SIGKILL") as caught:

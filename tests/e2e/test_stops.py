@@ -81,7 +81,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(("grace", "second"), [("1", False), ("100", True)])
+@pytest.mark.parametrize(("grace", "second"), [pytest.param("1", False, marks=pytest.mark.slow), ("100", True)])
 def test_ranks_that_do_not_stop_are_killed_after_the_grace_or_by_a_second_sigterm(
     tmp_path: Path, grace: str, second: bool
 ) -> None:

@@ -102,7 +102,8 @@ def test_compile_and_a_new_capture_are_shown_on_a_terminal(tmp_path: Path) -> No
     assert len(re.findall(ready, shown)) == 1, shown
 
 
-@pytest.mark.parametrize(("stated", "lines"), [("", False), pytest.param("1", True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("stated", "lines"), [("", False), ("1", True)])
 def test_where_stderr_is_no_terminal_nothing_is_shown_unless_asked(tmp_path: Path, stated: str, lines: bool) -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "AUTOPART_CACHE": str(tmp_path), "AUTOPART_PROGRESS": stated}
     found = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, check=True)

@@ -119,9 +119,8 @@ def soak(folder: Path, kills: int, seed: int) -> None:
     print("last", last)
 
 
-@pytest.mark.parametrize(
-    ("kills", "seed"), [(3, 0), *(pytest.param(50, seed, marks=pytest.mark.slow) for seed in range(1, 5))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kills", "seed"), [(3, 0), *((50, seed) for seed in range(1, 5))])
 @pytest.mark.timeout(900)
 def test_the_last_complete_checkpoint_is_loaded_after_a_kill_of_any_rank_at_any_instant(tmp_path, kills, seed):
     # A process of its own: it is forked while it has one thread.

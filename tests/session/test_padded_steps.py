@@ -16,7 +16,9 @@ from autopart.session.step import padded
 LENGTHS = (5, 8, 3, 16, 11, 20, 9, 8, 13)
 
 
-@pytest.mark.parametrize("name", jobs.MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "causal" else []) for name in jobs.MODELS]
+)
 def test_padded_steps_are_exact_and_only_the_listed_lengths_are_captured(pair: Workers, name: str) -> None:
     for worst, shapes, again in pair.run(jobs.compared, name, LENGTHS, (8, 16)):
         assert worst < 1e-5

@@ -82,7 +82,7 @@ def two_stages_a_rank(*, tied: bool) -> autopart.Plan:
     )
     stages = tuple(replace(stage, ranks=(number % RANKS,)) for number, stage in enumerate(plan.stages))
     decision = replace(plan.decision, world=RANKS, stages=stages, schedule=schedule.name)
-    return replace(plan, decision=decision, report=replace(plan.outlook, notes=()))
+    return replace(plan, decision=decision, outlook=replace(plan.outlook, notes=()))
 
 
 def trained(plan: autopart.Plan, steps: int, tied: bool) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,9 @@ INDEX = "model.safetensors.index.json"
 
 _PIECE = 8 << 20
 """Bytes that are written and hashed at a time."""
-_AHEAD = 4
+_FLUSHED = 128 << 20
+"""Bytes after which the disk begins to write, while later ones are hashed; else all of it would wait for the end."""
+_AHEAD = 16
 """Pieces by which the writing may be ahead of the hashing; copies of tensors on other devices live until then."""
 
 
@@ -47,7 +50,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> Written:
     that all are aligned.  Raises OSError, and CheckpointError for a dtype that the format lacks.
     """
     ordered = sorted(tensors.items(), key=lambda each: (-each[1].element_size(), each[0]))
-    digest, size = hashlib.sha256(), 0
+    digest, size, waiting = hashlib.sha256(), 0, 0
     pieces: queue.Queue[memoryview | None] = queue.Queue(_AHEAD)
 
     def hash_pieces() -> None:
@@ -58,17 +61,26 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> Written:
     hasher = threading.Thread(target=hash_pieces, name="autopart-hasher")
     hasher.start()
     try:
-        with open(path, "wb") as file:
+        with open(path, "wb", buffering=0) as file:
             for piece in itertools.chain([memoryview(_header(ordered))], *(_bytes_of(tensor) for _, tensor in ordered)):
                 pieces.put(piece)
-                file.write(piece)
+                _write_all(file, piece)
                 size += len(piece)
-            file.flush()
+                waiting += len(piece)
+                if waiting >= _FLUSHED:
+                    os.fsync(file.fileno())
+                    waiting = 0
             os.fsync(file.fileno())
     finally:
         pieces.put(None)
         hasher.join()
     return Written(size, digest.hexdigest())
+
+
+def _write_all(file: FileIO, piece: memoryview) -> None:
+    """Write all bytes of a piece; the system may take fewer at a time."""
+    while piece:
+        piece = piece[file.write(piece) :]
 
 
 def _header(ordered: Sequence[tuple[str, torch.Tensor]]) -> bytes:

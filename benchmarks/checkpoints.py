@@ -2,10 +2,11 @@
 
     python benchmarks/checkpoints.py [--millions 84] [--rounds 5]
 
-Claims: (1) a block of 60 steps (about half a minute) that begins with `pipe.save(..., wait=False)` takes at most 5 % longer than one without,
-and the peak of host memory grows by at most 1.1 times what a rank keeps; (2) `save_from` writes at least 80 % of the
-bytes per second of `dd conv=fsync` of as many bytes to the same disk; (3) `autopart checkpoint verify` of a checkpoint
-of 1 GB takes at most 3 s, the start of Python included.  A checkpoint has 12 bytes per parameter (fp32, AdamW).
+Claims: (1) a block of 60 steps (about half a minute) that begins with `pipe.save(..., wait=False)` takes at most 5 %
+longer than one without, and the peak of host memory grows by at most 1.1 times what a rank keeps; (2) `save_from`
+writes at least 80 % of the bytes per second of `dd conv=fsync` of as many bytes to the same disk; (3) `autopart
+checkpoint verify` of a checkpoint of 1 GB takes at most 3 s, the start of Python included.  A checkpoint has 12 bytes
+per parameter (fp32, AdamW).
 
 Blocks alternate on both ranks and end when the save has; write and dd alternate too.  Ratios are medians over pairs of
 neighbours.  The benchmark needs an idle machine: ranks and the writing share its cores.

@@ -36,8 +36,8 @@ from autopart.capture.batch.batch import flatten
 from autopart.files.presets import MEMORY_REACHED, REACHED
 from autopart.freeze.pipe_transformer import closed_form
 from autopart.ir.cluster import Cluster, Device, Level, Link
-from autopart.options import read_options
-from autopart.planning.make import make_plan
+from autopart.options import Options, read_options
+from autopart.planning.make import Planned, make_plan
 from autopart.planning.simulated import simulated_step_ns
 from autopart.session.executors.kinds import projected
 
@@ -234,15 +234,26 @@ def reading_s(case: Case, copies: int) -> float:
     return case.rows * tokens * width * 4 / (HOST_LINK.bytes_per_s * min(copies, 2))
 
 
-def kept_s(name: str, frozen: int, options: Mapping[str, Any]) -> float:
+@cache
+def dense(name: str, *, theirs: bool) -> Planned:
+    """Return the plan of epoch 0, by their rules or by our planner."""
+    captures, batch = captured(name, 0, cached=False)
+    return make_plan(captures, batch, CLUSTER, _dense_options(name, theirs=theirs), to_run=False)
+
+
+def _dense_options(name: str, *, theirs: bool) -> Options:
+    options = their_options(name, 0, cached=False, more_replicas=False) if theirs else {}
+    return read_options(optimizer="adam", costs="analytic", cache=False, **options)
+
+
+def kept_s(name: str, frozen: int, *, theirs: bool) -> float:
     """Return the simulated seconds of a step if the plan for the model without freezing stays."""
-    first, batch = captured(name, 0, cached=False)
-    read = read_options(optimizer="adam", costs="analytic", cache=False, **options)
-    dense = make_plan(first, batch, CLUSTER, read, to_run=False)
+    first = dense(name, theirs=theirs)
     captures, batch = captured(name, frozen, cached=False)
-    program = captures(batch, dense.captured.graph.size)
-    decision = projected(program, dense.captured.graph, dense.plan.decision)
-    return simulated_step_ns(replace(dense.plan, decision=decision), program, captures, batch, CLUSTER, read) * 1e-9
+    program = captures(batch, first.captured.graph.size)
+    plan = replace(first.plan, decision=projected(program, first.captured.graph, first.plan.decision))
+    options = _dense_options(name, theirs=theirs)
+    return simulated_step_ns(plan, program, captures, batch, CLUSTER, options) * 1e-9
 
 
 # ---- the evaluation --------------------------------------------------------------------------------------------------
@@ -270,8 +281,7 @@ class Times:
     def _made(self, who: str, row: str, frozen: int) -> tuple[float, str]:
         theirs, free = who == "theirs", row in ("autopipe+autodp", "all")
         if row == "freeze":
-            options = their_options(self.name, 0, cached=False, more_replicas=False) if theirs else {}
-            return kept_s(self.name, frozen, options), "the plan of epoch 0"
+            return kept_s(self.name, frozen, theirs=theirs), "the plan of epoch 0"
         cached = row in ("autopipe+cache", "all")
         if theirs:
             options = their_options(self.name, frozen, cached=cached, more_replicas=free)

@@ -15,7 +15,7 @@ from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan
 
 _PRECISIONS = {"bf16": "bfloat16", "fp16": "float16"}
-_PASSES = 3
+PASSES = 3
 """Work of forward and backward, in forwards."""
 
 
@@ -51,7 +51,7 @@ def throughput(plan: Plan, graph: Graph, cluster: Cluster, tokens: int | None) -
     """
     seconds = plan.step_ns / 1e9
     rows = sum(plan.micro_rows)
-    flops = _PASSES * forward_flops(plan)
+    flops = PASSES * forward_flops(plan)
     dtype = _PRECISIONS.get(plan.provenance.precision) or weight_dtype(graph)
     peak = sum(device.rate(dtype) for device in cluster.devices)
     memory = [

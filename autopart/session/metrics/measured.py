@@ -17,6 +17,7 @@ from autopart.ir.cluster import Cluster
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan
 from autopart.report.page.memory import rank_peaks
+from autopart.report.throughput import PASSES
 from autopart.session.metrics.meter import DRIFT_STEPS, Meter, Work, differs
 from autopart.session.metrics.metrics import Metrics
 from autopart.session.session import Session
@@ -154,7 +155,7 @@ def _work(captured: Captured, cluster: Cluster) -> Work:
             by_dtype[values[op.writes[0]].dtype] += op.cost.flops
     dtype = max(by_dtype, key=by_dtype.__getitem__)
     peak_rate = sum(device.rate(dtype) for device in cluster.devices)
-    return Work(captured, 3 * sum(by_dtype.values()) / graph.rows, float(peak_rate), _tokens_of_a_row(graph))
+    return Work(captured, PASSES * sum(by_dtype.values()) / graph.rows, float(peak_rate), _tokens_of_a_row(graph))
 
 
 def _tokens_of_a_row(graph: Graph) -> int:

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from io import FileIO
+from io import BufferedWriter
 from pathlib import Path
 from typing import Any
 
@@ -61,26 +61,25 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> Written:
     hasher = threading.Thread(target=hash_pieces, name="autopart-hasher")
     hasher.start()
     try:
-        with open(path, "wb", buffering=0) as file:
+        with open(path, "wb") as file:
             for piece in itertools.chain([memoryview(_header(ordered))], *(_bytes_of(tensor) for _, tensor in ordered)):
                 pieces.put(piece)
-                _write_all(file, piece)
+                file.write(piece)
                 size += len(piece)
                 waiting += len(piece)
                 if waiting >= _FLUSHED:
-                    os.fsync(file.fileno())
+                    _flush(file)
                     waiting = 0
-            os.fsync(file.fileno())
+            _flush(file)
     finally:
         pieces.put(None)
         hasher.join()
     return Written(size, digest.hexdigest())
 
 
-def _write_all(file: FileIO, piece: memoryview) -> None:
-    """Write all bytes of a piece; the system may take fewer at a time."""
-    while piece:
-        piece = piece[file.write(piece) :]
+def _flush(file: BufferedWriter) -> None:
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _header(ordered: Sequence[tuple[str, torch.Tensor]]) -> bytes:

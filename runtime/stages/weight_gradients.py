@@ -25,7 +25,6 @@ from autopart.runtime.masters import gradient_dtype
 from autopart.runtime.stages.products import multiply, takes_onednn, times
 from autopart.runtime.stages.stage_module import trained_leaf
 
-
 _PIECE_BYTES = 4 << 20
 """Of a product that is made before it is added: a piece of it is still in the cache then, and no plan counts it."""
 
@@ -53,7 +52,7 @@ class WeightGradient:
                 total.add_(multiply(left, self.right))
             elif takes_onednn(left, self.right):  # a few rows at a time, as it cannot add to what is there
                 rows = max(1, _PIECE_BYTES // total[:1].nbytes)
-                for part, own in zip(total.split(rows), left.split(rows), strict=True):
+                for part, own in zip(torch.split(total, rows), torch.split(left, rows), strict=True):
                     part.add_(multiply(own, self.right))
             else:
                 total.addmm_(left, self.right)

@@ -21,7 +21,9 @@ WIDTH = 512
 
 
 def captures() -> CaptureCache:
-    return CaptureCache(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)), lambda y: y.sum())
+    return CaptureCache(
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)), nn.functional.mse_loss
+    )
 
 
 def doubled(captured: Captured, device: Device) -> CostedGraph:
@@ -38,7 +40,7 @@ def refused(captured: Captured, device: Device) -> CostedGraph:
 @pytest.mark.parametrize("rows", [64, 256])
 @pytest.mark.parametrize("device", [DEVICE, SLOW])
 def test_known_costs_are_extended_to_other_sizes_and_slower_devices(rows: int, device: Device) -> None:
-    family, batch = captures(), flatten(torch.randn(256, WIDTH))
+    family, batch = captures(), flatten((torch.randn(256, WIDTH), torch.randn(256, WIDTH)), with_target=True)
     known = doubled(family(batch, Size(64)), DEVICE)
     there = family(batch, Size(rows))
     found = known_costs(known, DEVICE, refused)(there, device)
@@ -53,7 +55,7 @@ def test_known_costs_are_extended_to_other_sizes_and_slower_devices(rows: int, d
 
 
 def test_another_program_has_costs_of_its_own() -> None:
-    family, batch = captures(), flatten(torch.randn(256, WIDTH))
+    family, batch = captures(), flatten((torch.randn(256, WIDTH), torch.randn(256, WIDTH)), with_target=True)
     known = doubled(family(batch, Size(64)), DEVICE)
     frozen = captures()
     frozen.model[0].requires_grad_(False)

@@ -44,6 +44,12 @@ def check_model(model: object) -> nn.Module:
             f"the model is a {type(model).__name__}, not a torch.nn.Module",
             fix="pass an instance of the model, not its class or its output",
         )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise UsageError(
+            "the model is a TorchScript module",
+            why="it has no Python code to capture",
+            fix="pass the module that torch.jit.script or torch.jit.trace was given",
+        )
     _check_values(model)
     check_hooks(model)
     _check_shared_storage(model)

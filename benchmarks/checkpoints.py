@@ -8,8 +8,8 @@ writes at least 80 % of the bytes per second of `dd conv=fsync` of as many bytes
 checkpoint verify` of a checkpoint of 1 GB takes at most 3 s, the start of Python included.  A checkpoint has 12 bytes
 per parameter (fp32, AdamW).
 
-Blocks alternate on both ranks and end when the save has; write and dd alternate too.  Ratios are medians over pairs of
-neighbours.  The benchmark needs an idle machine: ranks and the writing share its cores.
+Blocks alternate on both ranks and end when the save has; `save_from` and dd alternate too.  Ratios are medians over
+pairs of neighbours.  The benchmark needs an idle machine: ranks and the writing share its cores.
 """
 
 from __future__ import annotations
@@ -35,6 +35,11 @@ import autopart
 
 CLUSTER = "cpu:2"
 MOST_LONGER, MOST_COPIES, LEAST_OF_DD, MOST_VERIFY_S = 1.05, 1.1, 0.80, 3.0
+PLAIN_BLOCKS = 2
+"""Blocks without a save that show the peak of memory; it drifts by a few layers from block to block."""
+WARM_UPS, WRITES = 2, 9
+"""Rounds of writing: those that do not count, and those that do."""
+
 BYTES = 12
 """Of a parameter with AdamW in fp32: its value and two moments."""
 
@@ -92,7 +97,8 @@ def train(setting: Setting, folder: str) -> Training:
             pipe._saver.settle(pipe.session)  # what is not written yet belongs to this block; nothing without a save
 
         block(saves=False)
-        plain, saving = peak_of(partial(block, saves=False)), peak_of(partial(block, saves=True))
+        plain = max(peak_of(partial(block, saves=False)) for _ in range(PLAIN_BLOCKS))
+        saving = peak_of(partial(block, saves=True))
         measured = alternate(
             {"saving": partial(block, saves=True), "plain": partial(block, saves=False)}, setting.rounds
         )
@@ -116,12 +122,11 @@ def writing(setting: Setting, folder: Path) -> dict[str, list[float]]:
     optimizer.step()
     source, copy = folder / "source", folder / "copy"
     found: dict[str, list[float]] = {"autopart": [], "dd": []}
-    for number in range(setting.rounds + 1):  # the first round warms up
-        began = time.perf_counter()
+    for number in range(WARM_UPS + WRITES):
+        shutil.rmtree(folder / "run", ignore_errors=True)  # each deletes what it wrote before, just before it writes:
+        began = time.perf_counter()  # memory that was used a moment ago is faster on a virtual machine
         saved = autopart.save_from(model, folder / "run", optimizer, step=number)
         found["autopart"].append(time.perf_counter() - began)
-        if number:  # neither writes over an older file while its time is taken
-            shutil.rmtree(folder / "run" / f"step-{number - 1:08d}")
         if not number:
             source.write_bytes(bytes(size_of(saved)))
         copy.unlink(missing_ok=True)
@@ -131,7 +136,7 @@ def writing(setting: Setting, folder: Path) -> dict[str, list[float]]:
         found["dd"].append(time.perf_counter() - began)
     source.unlink()
     copy.unlink()
-    return {name: seconds[1:] for name, seconds in found.items()}
+    return {name: seconds[WARM_UPS:] for name, seconds in found.items()}
 
 
 def verifying(setting: Setting, run: Path) -> list[float]:

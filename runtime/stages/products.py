@@ -8,7 +8,7 @@ their last bits.  `torch.backends.mkldnn.enabled = False` turns oneDNN off, here
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -113,6 +113,7 @@ _KERNELS: dict[Any, Callable[..., torch.Tensor]] = {
 }
 
 
-def kernel_of(target: Any) -> Any:
-    """Return what computes a product with a weight in the code of a stage; any other op, as it is."""
-    return _KERNELS.get(target, target) if are_faster() else target
+def kernel_of(target: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Return what computes a product with a weight in the code of a stage; any other op, as it is, also `addmm` with a
+    factor (beta, alpha).  kwargs: of the call."""
+    return _KERNELS.get(target, target) if are_faster() and not kwargs else target

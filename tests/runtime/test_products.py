@@ -88,9 +88,9 @@ def test_costs_measure_the_kernel_with_its_derivative(op: str) -> None:
     weight.requires_grad_()
     given = {"linear": (x, weight, bias), "addmm": (bias, x, weight), "mm": (x, weight)}[op]
     target = getattr(torch.ops.aten, op).default
-    assert products.kernel_of(target) is not target
+    assert products.kernel_of(target, {}) is not target
     results = []
-    for code in (products.kernel_of(target), target):
+    for code in (products.kernel_of(target, {}), target):
         result = code(*given)
         results.append([result, *torch.autograd.grad(result.square().sum(), given)])
     for one, other in zip(*results, strict=True):
@@ -98,7 +98,7 @@ def test_costs_measure_the_kernel_with_its_derivative(op: str) -> None:
 
 
 def test_other_ops_have_no_other_kernel() -> None:
-    assert products.kernel_of(torch.ops.aten.tanh.default) is torch.ops.aten.tanh.default
+    assert products.kernel_of(torch.ops.aten.tanh.default, {}) is torch.ops.aten.tanh.default
 
 
 def test_the_switch_of_torch_turns_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,3 +138,7 @@ def test_a_product_that_is_added_takes_little_memory(monkeypatch: pytest.MonkeyP
     WeightGradient(parameter, left, right).add()
     assert sizes == [(32, ROWS, ROWS, GIVEN)] * (OUT // 32)
     torch.testing.assert_close(parameter.grad.double(), expected, rtol=1e-5, atol=1e-4)
+
+
+def test_a_product_with_a_factor_stays_with_torch() -> None:
+    assert products.kernel_of(torch.ops.aten.addmm.default, {"beta": 0.5}) is torch.ops.aten.addmm.default

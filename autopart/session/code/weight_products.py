@@ -67,7 +67,7 @@ def _rewrite(module: fx.GraphModule, weights: Collection[fx.Node], *, eager: boo
             _rewrite(group.body, inside, eager=eager)
         elif node.target in _PRODUCTS and not node.kwargs:
             _replace(node, weights)
-            node.target = kernel_of(node.target) if eager else node.target
+            node.target = kernel_of(node.target, node.kwargs) if eager else node.target
     module.recompile()
 
 

@@ -51,4 +51,4 @@ def test_a_step_moves_as_many_bytes_as_are_charged(make: Make) -> None:
             optimizer.step()
     device = Device("cpu", 1, 1, 10**9)
     charged = optimizer_ns(parameter.nbytes, state_factor(make)[0], device)
-    assert charged == pytest.approx(counting.moved, rel=0.1)
+    assert charged == pytest.approx(counting.moved, rel=0.12)

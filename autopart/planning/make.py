@@ -80,13 +80,13 @@ class Planned:
     """A plan, the captured program that it was made from, and how batches are cut under it.
 
     captured: at the size of the plan's largest micro-batch; for a model on the meta device maybe at another size.
-    compile_ns: nanoseconds that compiling takes, if the plan was made with costs of compiled code.
+    costs: by which the plan was chosen, of `captured` or of the same program at another size; None for a given plan.
     """
 
     plan: Plan
     captured: Captured
     rule: BatchRule
-    compile_ns: int = 0
+    costs: CostedGraph | None = None
 
 
 def make_plan(
@@ -138,7 +138,8 @@ def _with_backend(captures: CaptureCache, batch: Batch, cluster: Cluster, option
     if not note:
         assert options.steps is not None
         compiled = make_plan(captures, batch, cluster, replace(options, backend="inductor"), to_run=to_run)
-        compiling, note = pays(options.steps, eager.plan, compiled.plan, compiled.compile_ns)
+        compile_ns = compiled.costs.compile_ns if compiled.costs is not None else 0
+        compiling, note = pays(options.steps, eager.plan, compiled.plan, compile_ns)
         best = compiled if compiling else eager
     return replace(best, plan=best.plan.with_notes(note))
 
@@ -245,7 +246,7 @@ def _settled(task: PlanningTask, costs: CostedGraph, plan: Plan, reduction: Loss
             plan = _made_for(plan, captured.graph)
     notes = (*task.notes, *_notes(task.options, plan, captured.graph))
     rule = _rule(plan, captured, family, reduction, task.slices)
-    return Planned(plan.with_notes(*notes), captured, rule, costs.compile_ns)
+    return Planned(plan.with_notes(*notes), captured, rule, costs)
 
 
 def _notes(options: Options, plan: Plan, graph: Graph) -> tuple[str, ...]:

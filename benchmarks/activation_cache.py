@@ -1,9 +1,10 @@
 """What keeping the activations of frozen layers saves, and whether a step then takes what was simulated.
 
 A ViT of 8 layers (benchmarks/bench_models.py) on two Gloo ranks, one thread each, over a data set of four batches, as
-often as asked, planned for the machine as `autopart cluster detect` measures it.  First everything learns; then the embeddings and the first six layers are frozen, and a plan for the
-whole model is made; then one that may begin behind them.  Times are of `pipe.step` with the step of the optimizer,
-which the simulator counts as well, on the slower rank; under the last plan only of steps in which every sample is read.
+often as asked, planned for the machine as `autopart cluster detect` measures it.  First everything learns; then the
+embeddings and the first six layers are frozen, and a plan for the whole model is made; then one that may begin behind
+them.  Times are of `pipe.step` with the step of the optimizer, which the simulator counts as well, on the slower rank;
+under the last plan only of steps in which every sample is read.
 
     python benchmarks/activation_cache.py               3 minutes on 2 cores; writes results/activation_cache.json
     python benchmarks/activation_cache.py --epochs 2    short, writes nothing

@@ -10,11 +10,13 @@ import logging
 import signal
 import sys
 import time
+from contextlib import nullcontext
 from typing import Any
 
 from autopart.ir.errors import AutopartError, UsageError
 from autopart.launcher import Living
 from autopart.runtime.launch.members import Members
+from autopart.runtime.launch.memory import folder_in_memory
 from autopart.runtime.launch.reasons import Death
 from autopart.runtime.launch.supervise import Fleet
 from autopart.runtime.watch.stop_signals import StopSignals
@@ -46,7 +48,8 @@ def run_generations(
     that names the first failures of the generations before.  deadline: in time.monotonic() seconds, over all of them.
 
     members: of an elastic launch.  After a death those that are left start at once, which is no restart; when a device
-    comes back the ranks are asked to stop, and all start together.
+    comes back the ranks are asked to stop, and all start together.  Ranks that live may keep their state in a folder in
+    memory, which is deleted at the end.
 
     SIGTERM and SIGUSR1 are passed on to the ranks, which have `grace_s` seconds to end after the first SIGTERM; a
     second one ends all processes now, by SystemExit.  Nothing is started again after either.
@@ -54,7 +57,8 @@ def run_generations(
     stop = StopSignals(again=lambda: sys.exit(128 + signal.SIGTERM), after_s=LOOK_S)
     stop.enter()
     try:
-        return _Generations(world, deadline, restarts, stop, grace_s, members).run(call, name)
+        with folder_in_memory() if members is not None else nullcontext("") as memory:
+            return _Generations(world, deadline, restarts, stop, grace_s, members, memory).run(call, name)
     except AutopartError as error:
         if stop.asked:
             error.add_note(f"the launcher was asked to stop by {signal.Signals(stop.asked).name}: no restart")
@@ -74,7 +78,9 @@ class _Generations:
         stop: StopSignals,
         grace_s: float,
         members: Members | None,
+        memory: str,
     ) -> None:
+        self._memory = memory
         self._world, self._deadline, self._restarts, self._members = world, deadline, restarts, members
         self._stop, self._grace_s = stop, grace_s
         self._failures: list[AutopartError] = []
@@ -112,7 +118,7 @@ class _Generations:
         )
 
     def _around(self) -> dict[str, Any]:
-        return {"generation": self._number, "stop": self._stop, "grace_s": self._grace_s}
+        return {"generation": self._number, "stop": self._stop, "grace_s": self._grace_s, "memory": self._memory}
 
     def _pause_after(self, error: AutopartError, fleet: Fleet | None, living: Living | None) -> float:
         """Return the seconds to wait before the ranks are started again after an error; raise it if they are not."""

@@ -18,7 +18,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -26,8 +26,8 @@ from multiprocessing.context import SpawnProcess
 from typing import Any, NoReturn
 
 from autopart.ir.errors import UsageError
-from autopart.launcher import DEVICES_VARIABLE, RESTART_VARIABLE, Living
-from autopart.runtime.activity import PATIENT, SharedStatus
+from autopart.launcher import DEVICES_VARIABLE, RESCUE_VARIABLE, RESTART_VARIABLE, Living
+from autopart.runtime.activity import KEEPING, NOTHING, PATIENT, READY_TO_KEEP, SharedStatus
 from autopart.runtime.launch import worker
 from autopart.runtime.launch.reasons import GUARD, UNGUARDED, Death, error_for, first_cause
 from autopart.runtime.launch.worker import READY, Failure, Success
@@ -36,6 +36,7 @@ from autopart.runtime.watch.states import no_answer, state_of_rank
 from autopart.runtime.watch.stop_signals import StopSignals
 
 GRACE_S = 1.0  # for other reports to arrive after the first failure, and again between SIGTERM and SIGKILL
+KEEP_S = 10.0  # for the others to learn that a rank is lost, if they keep their state in memory then
 CLOSE_S = 5.0  # for an orderly exit
 POLL_S = 0.25  # a dead process whose pipes live on in a forked child of its own is noticed after this
 PARENT_VARIABLE = "AUTOPART_PARENT"
@@ -57,13 +58,13 @@ class Fleet:
 
     def __init__(
         self, world: int, deadline: float | None = None, generation: int = 0, stop: StopSignals | None = None,
-        grace_s: float = 0.0, living: Living | None = None, join_at: float = math.inf,
+        grace_s: float = 0.0, living: Living | None = None, join_at: float = math.inf, memory: str = "",
     ) -> None:  # fmt: skip
         """Start the processes and wait until all are up.  deadline: in time.monotonic() seconds.
         generation: how often the ranks were restarted before.  stop: signals to this process, which are passed on to
         the ranks.  grace_s: seconds that they then have to end after SIGTERM.  living: the devices of the ranks, under
         an elastic launch.  join_at: when the ranks are asked to stop so that others can join, in time.monotonic()
-        seconds.
+        seconds.  memory: the folder in memory where ranks keep their state when another one is lost, "" without one.
 
         Raises UsageError if the main script lacks its guard, WorkerError if a process does not come up.
         """
@@ -80,7 +81,7 @@ class Fleet:
         """Why it failed, if it did."""
         atexit.register(self.kill)
         try:
-            self._start(world, self.open_store() | {RESTART_VARIABLE: str(generation)})
+            self._start(world, self.open_store() | {RESTART_VARIABLE: str(generation), RESCUE_VARIABLE: memory})
             ups = self._collect(deadline)
             if any(ups.get(rank) != READY for rank in range(world)):
                 self._fail(ups, "starting")
@@ -134,7 +135,7 @@ class Fleet:
         """Wait for one message of every rank; stop a moment after a failure, or at the deadline."""
         answers: dict[int, Any] = {}
         stopped: dict[int, float] = {}
-        before = time.monotonic()
+        before, failed_at = time.monotonic(), math.inf
         while len(answers) < len(self.members):
             now = time.monotonic()
             if deadline is not None and self._statuses[0].phase == PATIENT:
@@ -148,7 +149,9 @@ class Fleet:
                     status.asked = 1
             remaining = min(POLL_S, self._killed_at - now, POLL_S if deadline is None else deadline - now)
             if remaining <= 0:
-                break
+                if failed_at == math.inf or now >= min(self._killed_at, failed_at + self._patience_s(answers)):
+                    break
+                remaining = POLL_S
             missing = [m for m in self.members if m.rank not in answers]
             wait([s for m in missing for s in (m.conn, m.process.sentinel)], remaining)
             for member in missing:
@@ -159,7 +162,14 @@ class Fleet:
                 if first_cause([answer]) is not None:
                     limit = time.monotonic() + GRACE_S
                     deadline = limit if deadline is None else min(deadline, limit)
+                    failed_at = min(failed_at, time.monotonic())
         return answers
+
+    def _patience_s(self, answers: Collection[int]) -> float:
+        """Return for how long after a failure ranks are waited for that keep their state in memory, or will."""
+        limits = {NOTHING: 0.0, READY_TO_KEEP: KEEP_S, KEEPING: max(KEEP_S, self._grace_s)}
+        keeping = [status.keeping for rank, status in enumerate(self._statuses) if rank not in answers]
+        return max((limits[each] for each in keeping), default=0.0)
 
     def _pass_signals_on(self) -> None:
         """Pass the signals that ask this process to stop on to the ranks, which then have the grace to end."""

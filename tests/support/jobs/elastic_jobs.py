@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,16 +31,19 @@ SIZE, ROWS, WIDTH = 50, 12, 16
 class Run:
     """What the run does.
 
-    kills: for each generation of ranks the rank and the step in which it kills itself, None for none.  steps: after
+    kills: for each generation of ranks the rank and the step in which it kills itself, None for none.  later_s: of each
+    kill, seconds after the step has begun; at once by default.  steps: after
     which it ends, if `world` ranks run then.  every: steps between two checkpoints.
     """
 
     folder: str
     kills: tuple[tuple[int, int] | None, ...] = ()
+    later_s: tuple[float, ...] = ()
     steps: int = 8
     every: int = 3
     world: int = 4
     pause_s: float = 0.0
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def text(self) -> str:
         """Return it as the script takes it."""
@@ -96,7 +100,9 @@ def train(run: Run) -> tuple[int, int]:
     kill = run.kills[generation] if generation < len(run.kills) else None
     data = dataset()
     sample = data[:ROWS]
-    options: dict[str, Any] = {"loss_fn": loss_of, "costs": "analytic"}
+    options: dict[str, Any] = {"loss_fn": loss_of, "costs": "analytic"} | run.options
+    if world < run.world:
+        options.pop("replicas", None)  # fits one number of ranks
     with autopart.compile(net(), slow_cluster(run.world), sample=sample, **options) as pipe:
         optimizer = optimizer_of(pipe.parameters())
         pipe.load(run.folder, optimizer, missing_ok=True)
@@ -104,7 +110,7 @@ def train(run: Run) -> tuple[int, int]:
         while not _over(run, pipe, world):
             for x, y in DataLoader(data, batch_sampler=sampler):
                 if kill == (rank, pipe.steps):
-                    os.kill(os.getpid(), signal.SIGKILL)
+                    _kill_after(run.later_s[generation] if run.later_s else 0.0)
                 optimizer.zero_grad()
                 loss = float(pipe.step((x, y)))
                 optimizer.step()
@@ -119,6 +125,12 @@ def train(run: Run) -> tuple[int, int]:
                     break
         pipe.save(run.folder, optimizer, keep=2)
         return generation, pipe.steps
+
+
+def _kill_after(seconds: float) -> None:
+    if not seconds:
+        os.kill(os.getpid(), signal.SIGKILL)
+    threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
 
 def _over(run: Run, pipe: autopart.Pipe, world: int) -> bool:

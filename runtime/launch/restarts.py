@@ -10,15 +10,18 @@ import logging
 import signal
 import sys
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from autopart.ir.errors import AutopartError, UsageError
-from autopart.launcher import Living
+from autopart.launcher import RESCUE_VARIABLE, Living
 from autopart.runtime.launch.members import Members
 from autopart.runtime.launch.memory import folder_in_memory
 from autopart.runtime.launch.reasons import Death
+from autopart.runtime.launch.starting import local_env
 from autopart.runtime.launch.supervise import Fleet
+from autopart.runtime.launch.template import Template, works_here
 from autopart.runtime.watch.stop_signals import StopSignals
 
 PAUSE_S = 0.1
@@ -57,14 +60,27 @@ def run_generations(
     stop = StopSignals(again=lambda: sys.exit(128 + signal.SIGTERM), after_s=LOOK_S)
     stop.enter()
     try:
-        with folder_in_memory() if members is not None else nullcontext("") as memory:
-            return _Generations(world, deadline, restarts, stop, grace_s, members, memory).run(call, name)
+        with _shared(members) as shared:
+            return _Generations(world, deadline, restarts, stop, grace_s, members, shared).run(call, name)
     except AutopartError as error:
         if stop.asked:
             error.add_note(f"the launcher was asked to stop by {signal.Signals(stop.asked).name}: no restart")
         raise
     finally:
         stop.leave()
+
+
+@contextmanager
+def _shared(members: Members | None) -> Iterator[dict[str, Any]]:
+    """Yield what all generations of an elastic launch are given: a folder in memory, and a template to fork from."""
+    if members is None:
+        yield {}
+        return
+    with folder_in_memory() as memory, ExitStack() as stack:
+        shared: dict[str, Any] = {"env": {RESCUE_VARIABLE: memory}}
+        if works_here():
+            shared["start"] = stack.enter_context(Template(local_env(0, members.most))).start
+        yield shared
 
 
 class _Generations:
@@ -78,9 +94,9 @@ class _Generations:
         stop: StopSignals,
         grace_s: float,
         members: Members | None,
-        memory: str,
+        shared: Mapping[str, Any],
     ) -> None:
-        self._memory = memory
+        self._shared = shared
         self._world, self._deadline, self._restarts, self._members = world, deadline, restarts, members
         self._stop, self._grace_s = stop, grace_s
         self._failures: list[AutopartError] = []
@@ -118,7 +134,7 @@ class _Generations:
         )
 
     def _around(self) -> dict[str, Any]:
-        return {"generation": self._number, "stop": self._stop, "grace_s": self._grace_s, "memory": self._memory}
+        return {"generation": self._number, "stop": self._stop, "grace_s": self._grace_s, **self._shared}
 
     def _pause_after(self, error: AutopartError, fleet: Fleet | None, living: Living | None) -> float:
         """Return the seconds to wait before the ranks are started again after an error; raise it if they are not."""

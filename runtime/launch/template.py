@@ -119,6 +119,7 @@ class Template:
             os.ftruncate(memory, mmap.PAGESIZE)
             status = SharedStatus.from_buffer(mmap.mmap(memory, mmap.PAGESIZE))
             preparation: dict[str, Any] = spawn.get_preparation_data(f"autopart-rank-{rank}")
+            preparation["start_method"] = "spawn"  # as in processes that are spawned
             preparation["authkey"] = bytes(preparation["authkey"])  # of itself it refuses to be sent
             request = pickle.dumps(_Request(rank, env, preparation))
             socket.send_fds(self._socket, [_HEAD.pack(len(request))], [theirs.fileno(), memory, writing])
@@ -215,8 +216,9 @@ def _run(request: _Request, pipe: int, memory: int) -> None:
     threads = request.env.get("OMP_NUM_THREADS", "")
     if threads.isdigit() and int(threads):
         torch.set_num_threads(int(threads))  # libraries read the variable when they were loaded
+    torch.default_generator.seed()  # generators that a script leaves unseeded differ between processes
     if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()  # torch and Python give each process what a new one has
+        sys.modules["numpy"].random.seed()
     me: Any = multiprocessing.current_process()
     me._inheriting = True
     try:

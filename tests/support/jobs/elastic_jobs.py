@@ -1,4 +1,6 @@
-"""A training run over a sampler whose ranks die and come back; rank 0 notes every step that it kept.
+"""A training run over a sampler whose ranks die and come back; every rank notes the steps that it kept.
+
+One that dies may have had no time to note a step from which the others continue.
 
 Run as a script under torchrun, with a `Run` as JSON:  torchrun ... -m support.jobs.elastic_jobs '{"folder": ...}'
 """
@@ -52,7 +54,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Noted:
-    """A step that rank 0 kept, and how many ranks ran it.  at: time.time().  working: ranks that have a stage."""
+    """A step that was kept, and how many ranks ran it.  at: time.time().  working: ranks that have a stage."""
 
     generation: int
     world: int
@@ -114,11 +116,10 @@ def train(run: Run) -> tuple[int, int]:
                 optimizer.zero_grad()
                 loss = float(pipe.step((x, y)))
                 optimizer.step()
+                samples = [round(float(number) * SIZE) for number in y[:, -1]]
+                working = len({rank for stage in pipe.plan.stages for rank in stage.ranks})
+                _note(run, Noted(generation, world, pipe.steps, loss, samples, time.time(), working))
                 time.sleep(run.pause_s)
-                if rank == 0:
-                    samples = [round(float(number) * SIZE) for number in y[:, -1]]
-                    working = len({rank for stage in pipe.plan.stages for rank in stage.ranks})
-                    _note(run, Noted(generation, world, pipe.steps, loss, samples, time.time(), working))
                 if pipe.steps % run.every == 0:
                     pipe.save(run.folder, optimizer, keep=2)
                 if _over(run, pipe, world):
@@ -143,9 +144,13 @@ def _note(run: Run, noted: Noted) -> None:
 
 
 def every_step(folder: str) -> list[Noted]:
-    """Return all steps in the order in which they ran; those that a checkpoint does not have come again."""
+    """Return all steps in the order in which they ran; those that were lost come again."""
     whole = [line for line in Path(folder, "steps").read_text().split("\n")[:-1] if line.endswith("}")]
-    return [Noted(**json.loads(line)) for line in whole]
+    steps: dict[tuple[int, int], Noted] = {}
+    for line in whole:
+        each = Noted(**json.loads(line))
+        steps.setdefault((each.generation, each.step), each)
+    return list(steps.values())
 
 
 def noted(folder: str) -> list[Noted]:

@@ -194,7 +194,7 @@ def about_this_process() -> dict[str, object]:
 
     own = {"MASTER_PORT", "AUTOPART_PARENT"}
     return {
-        "environment": {name: value for name, value in os.environ.items() if name not in own},
+        **{name: value for name, value in os.environ.items() if name not in own},
         "arguments": sys.argv,
         "path": sys.path,
         "folder": os.getcwd(),

@@ -24,11 +24,12 @@ import struct
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
-from multiprocessing import spawn
+from multiprocessing import spawn, util
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -57,6 +58,7 @@ class ForkedProcess:
         self.sentinel = sentinel
         self.pid: int | None = _read_number(sentinel)
         self._exitcode: int | None = None
+        weakref.finalize(self, os.close, sentinel)
 
     @property
     def exitcode(self) -> int | None:
@@ -69,7 +71,6 @@ class ForkedProcess:
         if self._exitcode is None and wait([self.sentinel], timeout):
             code = _read_number(self.sentinel)
             self._exitcode = _GONE if code is None else code
-            os.close(self.sentinel)
 
     def terminate(self) -> None:
         """Send SIGTERM."""
@@ -101,8 +102,9 @@ class Template:
         own = {**os.environ, **env, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", code], env=own, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
-            )
+                [spawn.get_executable(), *util._args_from_interpreter_flags(), "-c", code],  # type: ignore[attr-defined]
+                env=own, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+            )  # fmt: skip
 
     def start(self, rank: int, env: Mapping[str, str]) -> Started:
         """Start a rank by a fork, or as a new process if the template has ended."""

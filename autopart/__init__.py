@@ -8,6 +8,7 @@ See README.md for the first steps, docs/ for the rest and ARCHITECTURE.md for ho
 
 from __future__ import annotations
 
+import difflib
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -113,7 +114,9 @@ def __getattr__(name: str) -> object:
         if name in names.split():
             value = globals()[name] = getattr(import_module(module), _ALIASES.get(name, name))
             return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    near = [] if name.startswith("_") else difflib.get_close_matches(name, __all__, n=1)
+    meant = f"; did you mean {near[0]!r}?" if near else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{meant}")
 
 
 def __dir__() -> list[str]:

@@ -2,13 +2,16 @@
 
 GPT-2 and loss of step_time.py (8 layers, hidden 256, vocabulary 1024, sequence 128, batches of 8 rows, fp32, dropout
 off), AdamW; 2 Gloo ranks with 1 thread each.  Synchronous 1F1B with an optimizer step for each batch, PipeDream and
-PipeDream-2BW alternate in one run, a window of batches each; ratios are taken pair by pair.  The asynchronous pipelines
-stay full from window to window.
+PipeDream-2BW alternate in one run, a window of batches each; ratios are taken pair by pair.
+
+A window begins some batches after the ranks have met.  Just then all of them have taken equally many batches, so the
+later stages wait once for the first one: what follows is the pace of a pipeline that stays full, as in training.  Each
+rank times the same batches; the longest of these times is that of the window.
 
 "Slowest stage": the larger of the times that the ranks spend in forwards, backwards and updates of a window.  The share
 reached is that time over the window's.  Ranks that share cores with other work reach less.
 
-    python benchmarks/asynchronous.py         about 3 minutes on 2 idle cores; writes results/asynchronous.json
+    python benchmarks/asynchronous.py         about 4 minutes on 2 idle cores; writes results/asynchronous.json
 """
 
 from __future__ import annotations
@@ -32,6 +35,8 @@ from step_time import BATCH, SEQ, VOCAB, gpt2
 import autopart
 
 SYNCHRONOUS = "1F1B"
+LEAD = 3
+"""Batches before a window: one more than the stages."""
 VARIANTS: dict[str, dict[str, Any]] = {
     SYNCHRONOUS: {"schedule": "1f1b", "micro_batches": 8},
     "PipeDream": {"schedule": "pipedream", "micro_batches": 1},
@@ -60,9 +65,11 @@ def variant(options: dict[str, Any], batch: dict[str, torch.Tensor], cut: str) -
     return step, pipe
 
 
-def window(step: Callable[[], Any], pipe: Any, batches: int) -> float:
-    """Train on some batches, and return the seconds that this rank computed."""
-    outside = 0.0
+def window(step: Callable[[], Any], pipe: Any, batches: int) -> tuple[float, float]:
+    """Train on some batches, and return the seconds that they took this rank, and those in which it computed."""
+    for _ in range(LEAD):
+        step()
+    outside, start = 0.0, time.perf_counter()
     with pipe.traced() as spans:
         for _ in range(batches):
             began, played = time.perf_counter(), len(spans)
@@ -70,7 +77,8 @@ def window(step: Callable[[], Any], pipe: Any, batches: int) -> float:
             if pipe.plan.schedule == "1f1b":  # the optimizer steps behind the program
                 last = max(span.end_ns for span in spans[played:])
                 outside += max(0.0, time.perf_counter() - began - last * 1e-9)
-        return outside + sum(span.end_ns - span.start_ns for span in spans if span.action.kind in "FBU") * 1e-9
+        seconds = time.perf_counter() - start
+        return seconds, outside + sum(s.end_ns - s.start_ns for s in spans if s.action.kind in "FBU") * 1e-9
 
 
 def measure(rounds: int, warmup: int, batches: int, cut: str) -> dict[str, Any]:
@@ -83,8 +91,14 @@ def measure(rounds: int, warmup: int, batches: int, cut: str) -> dict[str, Any]:
     measured = alternate(steps, rounds, warmup)
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, measured.results)
-    slowest = {name: [max(times) for times in zip(*(rank[name] for rank in ranks), strict=True)] for name in steps}
-    return {"seconds": measured.seconds, "slowest": slowest}
+    longest = {
+        name: [[max(each) for each in zip(*both, strict=True)] for both in zip(*(r[name] for r in ranks), strict=True)]
+        for name in steps
+    }
+    return {
+        "seconds": {name: [seconds for seconds, _ in own] for name, own in longest.items()},
+        "slowest": {name: [computed for _, computed in own] for name, own in longest.items()},
+    }
 
 
 def report(found: dict[str, Any], batches: int, cut: str, *, keep: bool) -> None:

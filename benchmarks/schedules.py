@@ -5,8 +5,9 @@ parts for torch, so that it need not trace:
 8 layers, hidden 256, vocabulary 1024, sequence 128, batch 8, 8 micro-batches, fp32, fused AdamW in the step; 2 Gloo
 ranks with 1 thread each.  One stage on each rank (1F1B, GPipe) or two (interleaved, zero bubble; ZB-V
 with a V placement).  All variants alternate in one run; ratios are taken pair by pair.  Beside the seconds: the
-simulated step of the plan and of the times that its computes had in each step (`busy.py`), and the most memory of
-activations that the plan expects.
+simulated step of the plan, on the machine as `autopart cluster detect` measures it, and of the times that its computes
+had in each step (`busy.py`); the most memory of activations that the plan expects; and the most bytes that torch's
+profiler sees allocated at once in a further step on each rank, beyond those before it.
 
 Limits: torch has ZB-H1 only for several stages on a rank (`ScheduleInterleavedZeroBubble`), which is compared with our
 zb-h1 of one stage on each, and with our searched order of two.
@@ -37,6 +38,7 @@ from architectures import seeded
 from bench_models import training_step
 from busy import Busy, allowed_seconds, busy
 from common import ratio, spread, write
+from peak_memory import allocated
 from step_time import BATCH, HIDDEN, LAYERS, MICROS, SEQ, VOCAB, next_token_loss
 from torch import nn
 from torch.distributed.pipelining import (
@@ -49,6 +51,7 @@ from torch.distributed.pipelining import (
 )
 
 import autopart
+from autopart.session.pipe.host_costs import detect_all
 
 HALVES = ("blocks.4",)
 QUARTERS = ("blocks.2", "blocks.4", "blocks.6")
@@ -126,7 +129,7 @@ def torch_steps(
     return step, [p for part in parts.values() for p in part.parameters()]
 
 
-def measure(rounds: int, warmup: int, same_kernels: bool) -> dict[str, Any]:
+def measure(cluster: autopart.Cluster, rounds: int, warmup: int, same_kernels: bool) -> dict[str, Any]:
     """Run every variant once per round on one rank; return seconds by variant, and what the plans of ours expect."""
     torch.set_num_threads(1)
     if same_kernels:
@@ -136,7 +139,7 @@ def measure(rounds: int, warmup: int, same_kernels: bool) -> dict[str, Any]:
     steps: dict[str, Callable[[], Any]] = {}
     pipes: dict[str, autopart.Pipe] = {}
     for name, options in OURS.items():
-        pipes[name] = pipe = autopart.compile(seeded(Decoder, seed=0), "cpu:2", schedule=name, **common, **options)
+        pipes[name] = pipe = autopart.compile(seeded(Decoder, seed=0), cluster, schedule=name, **common, **options)
         step = training_step(partial(pipe.step, ids, ids), pipe.parameters())
         steps[f"autopart {name}"] = partial(traced, step, pipe)
     for name, (schedule, placed) in TORCH.items():
@@ -144,12 +147,14 @@ def measure(rounds: int, warmup: int, same_kernels: bool) -> dict[str, Any]:
         steps[f"torch {name}"] = training_step(*own)
     measured = alternate(steps, rounds, warmup)
     ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, {name: allocated(step) for name, step in steps.items()})
+    peaks = {name: [rank[name] for rank in ranks] for name in steps}
     dist.all_gather_object(ranks, {name: measured.results[f"autopart {name}"] for name in pipes})
     plans = {name: expected(pipe.plan) for name, pipe in pipes.items()}
     for name, pipe in pipes.items():
         each = zip(*(rank[name] for rank in ranks), strict=True)
         plans[name]["allowed by busy times"] = [allowed_seconds(pipe.program, own) for own in each]
-    return {"seconds": measured.seconds, "expected": plans}
+    return {"seconds": measured.seconds, "expected": plans, "peaks": peaks}
 
 
 def traced(step: Callable[[], Any], pipe: autopart.Pipe) -> Busy:
@@ -166,9 +171,12 @@ def expected(plan: autopart.Plan) -> dict[str, Any]:
     return {"simulated step": plan.outlook.step_ns * 1e-9, "activation bytes": held, "bubble": plan.outlook.bubble}
 
 
-def report(seconds: Mapping[str, list[float]], plans: Mapping[str, dict[str, Any]], *, out: str) -> None:
+def report(found: Mapping[str, Any], *, out: str) -> None:
+    seconds: Mapping[str, list[float]] = found["seconds"]
+    plans: Mapping[str, dict[str, Any]] = found["expected"]
     for name, values in seconds.items():
-        print(f"  {name:32s} {spread(values)}")
+        sizes = ", ".join(f"{peak / 1e6:.1f}" for peak in found["peaks"][name])
+        print(f"  {name:32s} {spread(values)}  peak {sizes} MB")
     ratios = {
         f"torch {peer} / autopart {mine}": ratio(seconds[f"torch {peer}"], seconds[f"autopart {mine}"])
         for mine, peer in PEERS.items()
@@ -187,7 +195,8 @@ def report(seconds: Mapping[str, list[float]], plans: Mapping[str, dict[str, Any
     fed = {name: ratio(plan.pop("allowed by busy times"), seconds[f"autopart {name}"]) for name, plan in plans.items()}
     for name, value in fed.items():
         print(f"  {name:12s} simulated with busy times {value.median - 1:+.1%} of the measured step")
-    content = {"seconds": {k: spread(v) for k, v in seconds.items()}, "ratios": ratios, "plans": plans}
+    content = {"seconds": {k: spread(v) for k, v in seconds.items()}, "ratios": ratios, "plans": plans,
+               "peak bytes of a step, by rank": found["peaks"]}  # fmt: skip
     both = {"simulated / measured - 1": off, "simulated with busy times / measured": fed}
     print("written to", write(out, {**content, **both}).name)
 
@@ -199,9 +208,10 @@ def main() -> None:
     parser.add_argument("--same-kernels", action="store_true", help="multiply with torch's default on both sides")
     given = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    results = autopart.launch(measure, "cpu:2", given.rounds, given.warmup, given.same_kernels)
+    cluster = detect_all(2)
+    results = autopart.launch(measure, "cpu:2", cluster, given.rounds, given.warmup, given.same_kernels)
     out = "schedules_same_kernels" if given.same_kernels else "schedules"
-    report(results[0]["seconds"], results[0]["expected"], out=out)
+    report(results[0], out=out)
 
 
 if __name__ == "__main__":

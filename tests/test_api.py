@@ -51,6 +51,8 @@ def test_every_option_is_in_the_docstring_of_the_function(function):
         ("n_microbatches", "micro_batches= is the number of micro-batches"),
         ("num_microbatches", "micro_batches="),
         ("chunks", "micro_batches="),
+        ("data_parallel", "replicas="),
+        ("device", "cluster="),
         ("micro_batch_size", "batch rows / micro_batch_size"),
         ("gradient_accumulation_steps", "the sample is the batch of all of them"),
         ("mixed_precision", 'precision= takes "fp32"'),

@@ -44,10 +44,36 @@ def check_model(model: object) -> nn.Module:
             f"the model is a {type(model).__name__}, not a torch.nn.Module",
             fix="pass an instance of the model, not its class or its output",
         )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise UsageError(
+            "the model is a TorchScript module",
+            why="it has no Python code to capture",
+            fix="pass the module that torch.jit.script or torch.jit.trace was given",
+        )
+    _check_wrappers(model)
     _check_values(model)
     check_hooks(model)
     _check_shared_storage(model)
     return model
+
+
+_WRAPPERS = (
+    ("torch.nn.parallel.distributed", "DistributedDataParallel", "pass model.module; replicas= is data parallelism"),
+    ("torch.distributed.fsdp", "FSDP", "pass the model before it is sharded; zero=1 shares the optimizer's state"),
+)
+"""Wrappers by where their class is, their names, and what to do instead."""
+
+
+def _check_wrappers(model: nn.Module) -> None:
+    """Raise UsageError for a model that another library already distributes."""
+    kinds = [(path, kind.__module__) for path, module in model.named_modules() for kind in type(module).__mro__]
+    for path, home in kinds:
+        for where, name, fix in _WRAPPERS:
+            if home.startswith(where):
+                place = f"module {path}" if path else ""
+                raise UsageError(
+                    f"the model is wrapped in {name}", where=place, why="it is distributed already", fix=fix
+                )
 
 
 def _check_values(model: nn.Module) -> None:

@@ -59,8 +59,9 @@ LOOPBACK = Link(latency_ns=20_000, bytes_per_s=2 * 10**9)  # TCP between process
 NVLINK = Link(latency_ns=10_000, bytes_per_s=2 * 10**11)  # between the GPUs of one host
 NETWORK = Link(latency_ns=30_000, bytes_per_s=2 * 10**10)  # between hosts
 GPUS_PER_HOST = 8
-_OTHER_NAMES = {"gpu": "cuda", "nvidia": "cuda", "mps": "cpu"}
-"""Other names for kinds of devices, or kinds that are not supported, and what to use."""
+_OTHER_NAMES = {"gpu": "did you mean 'cuda'?", "nvidia": "did you mean 'cuda'?"}
+_OTHER_NAMES |= dict.fromkeys(("mps", "xpu", "tpu", "xla", "rocm", "hip"), "devices are 'cpu' or 'cuda'")
+"""What to say of other names for kinds of devices, and of kinds that are not supported."""
 _DEFAULT = "default"  # in a table of rates: every dtype that it does not list
 
 _AMOUNT = re.compile(r"\s*(\d{1,30}(?:\.\d{0,30})?(?:[eE][+-]?\d{1,2})?)\s*(?:([kKMGTP])(i?))?B?\s*$")
@@ -120,15 +121,27 @@ def parse_cluster(
         raise ClusterError(f"a cluster cannot be read from {brief(what)}", fix=FORMS)
     if Path(what).suffix.lower() not in PARSERS:
         word = os.fspath(what).strip().partition(":")[0].lower()
-        near = _OTHER_NAMES.get(word) or next(iter(get_close_matches(word, ("cpu", "cuda", *NODES), n=1)), "")
-        why = f"did you mean {near!r}?" if near else ""
+        why = _OTHER_NAMES.get(word) or _near(word)
         raise ClusterError(f"cluster {brief(os.fspath(what))} is not understood", why=why, fix=FORMS)
     return _from_file(Path(what), host)
 
 
+def _near(word: str) -> str:
+    """Return what a word that is no cluster may have meant."""
+    near = next(iter(get_close_matches(word, ("cpu", "cuda", *NODES), n=1)), "")
+    if near in NODES and (size := re.fullmatch(r"([a-z]+\d+)x(\d{1,6})", word)) and near.startswith(size[1]):
+        return f"a preset is a whole node, such as {near!r}; `autopart cluster show {near} --out mine.yaml` writes a \
+file, where the count and the sizes of the levels can be changed"
+    return f"did you mean {near!r}?" if near else ""
+
+
 def _check_count(count: int, what: str, most: int) -> None:
     if not 1 <= count <= most:
-        raise ClusterError(f"a cluster of {count} {what}", why=f"the count must be between 1 and {most}")
+        raise ClusterError(
+            f"a cluster of {count} {what}",
+            why=f"the count must be between 1 and {most}",
+            fix='"cuda:8" is eight devices; one is "cuda:1"' if count == 0 else "",
+        )
 
 
 def _uniform(kind: str, count: int, host: Host, local: int | None = None) -> Cluster:

@@ -83,13 +83,12 @@ class PipelineMixin:
         own: Any = self
         if self.pipe is None:
             with torch.random.fork_rng():  # reading a batch draws a seed
-                sample = next(iter(own.get_train_dataloader()))
+                sample = own._prepare_inputs(next(iter(own.get_train_dataloader())))
+            sample = self._counted(sample, own._get_num_items_in_batch([sample], own.args.device))
             options = {"precision": "bf16" if own.args.bf16 else None, **self._pipeline}
             if own.args.torch_compile:
                 options.setdefault("backend", "inductor")
-            self.pipe = compile_pipe(
-                own.model, options.pop("cluster", None), sample=own._prepare_inputs(sample), **options
-            )
+            self.pipe = compile_pipe(own.model, options.pop("cluster", None), sample=sample, **options)
         return super().create_optimizer(self.pipe)  # type: ignore[misc]
 
     def get_decay_parameter_names(self, model: Any) -> list[str]:
@@ -102,15 +101,23 @@ class PipelineMixin:
         """Run a step of the pipeline; return its loss as the trainer counts it, with its share of the accumulation."""
         own: Any = self
         model.train()
-        inputs = own._prepare_inputs(inputs)
-        share = 1.0 / own.current_gradient_accumulation_steps
-        if own.model_accepts_loss_kwargs and num_items_in_batch is not None:
-            mine = own._get_num_items_in_batch([inputs], own.args.device)
-            share = float(mine) / float(num_items_in_batch)
+        inputs = self._counted(own._prepare_inputs(inputs), num_items_in_batch)
+        divided = "num_items_in_batch" in inputs
+        share = 1.0 if divided else 1.0 / own.current_gradient_accumulation_steps
         assert self.pipe is not None
         loss = self.pipe.step(inputs, scale=share if share != 1.0 else None)
         scaled: torch.Tensor = loss.detach() * share
         return scaled
+
+    def _counted(self, inputs: dict[str, Any], items: Any) -> dict[str, Any]:
+        """Return the inputs with the number of labels by which the model divides its loss, as the trainer passes it.
+
+        What a model does with that number is its own: most divide a sum of losses by it, some ignore it.
+        """
+        own: Any = self
+        if items is None or not own.model_accepts_loss_kwargs:
+            return inputs
+        return {**inputs, "num_items_in_batch": items}
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
         return model if self.pipe is None else _Trained(self.pipe)
@@ -163,7 +170,8 @@ class PipelineMixin:
             return plain
         inputs = own._prepare_inputs(inputs)
         labels = {name: inputs[name] for name in own.label_names if inputs.get(name) is not None}
-        loss = self.pipe.eval_loss(inputs).detach() if labels else None
+        counted = self._counted(inputs, own._get_num_items_in_batch([inputs], own.args.device))
+        loss = self.pipe.eval_loss(counted).detach() if labels else None
         if prediction_loss_only:
             return loss, None, None
         outputs = self.pipe.predict({name: value for name, value in inputs.items() if name not in labels})

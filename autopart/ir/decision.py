@@ -73,7 +73,8 @@ class Decision:
         stages = [f"{_what(s)} on {shortened(', '.join(map(str, s.ranks)), 20)}" for s in self.stages]
         shown = stages if len(stages) <= 6 else [*stages[:5], "...", stages[-1]]
         rows = shortened(" ".join(map(str, dict.fromkeys(self.micro_rows))), 20)
-        cut = f"{len(self.micro_rows)} micro-batches of {rows} rows"
+        count = len(self.micro_rows)
+        cut = f"{count} micro-batch{'es' * (count > 1)} of {rows} rows"
         return f"{self.schedule}, {cut}, world {self.world}, {len(stages)} stages: {' | '.join(shown)}"
 
     def __repr__(self) -> str:

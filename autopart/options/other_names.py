@@ -16,7 +16,7 @@ _OTHER_NAMES = {
         "stages_per_rank= is the number of stages of each rank"
     ),
     "num_stages n_stages pp pp_size pipeline_parallel_size pipeline_model_parallel_size": "stages= is their number",
-    "dp dp_size data_parallel_size num_replicas": "replicas= is the number of devices of each stage",
+    "dp dp_size data_parallel data_parallel_size num_replicas": "replicas= is the number of devices of each stage",
     "split_points split_spec balance": "cuts= takes the module paths at which a stage begins",
     "batch example_args example_inputs example_kwargs mb_args inputs": "sample= takes one whole batch",
     "loss criterion": "loss_fn= takes the loss function",
@@ -28,7 +28,9 @@ _OTHER_NAMES = {
         "there is no tensor parallelism: a plan has stages= and replicas="
     ),
     "fsdp fsdp_config deepspeed deepspeed_config": 'drop it: the plan divides the model; zero= takes 0, 1 or "auto"',
-    "world_size nproc_per_node num_processes num_gpus device_map": 'cluster= takes "cpu:2", "cuda:8" or a file',
+    "world_size nproc_per_node num_processes num_gpus device devices device_map device_ids": (
+        'cluster= takes "cpu:2", "cuda:8" or a file'
+    ),
     "partition_method num_layers_per_stage": "cuts= takes the module paths at which a stage begins",
     "activation_checkpoint_interval checkpoint_activations": 'recompute= takes "auto", "off", "all" or module patterns',
     "gradient_clipping max_grad_norm clip_grad gradient_clip_val": "call pipe.clip_grad_norm_(max_norm)",

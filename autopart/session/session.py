@@ -28,6 +28,7 @@ from autopart.session.step.data import (
     shared_stand_in,
 )  # fmt: skip
 from autopart.session.step.kept.activations import Samples
+from autopart.session.step.parts import warn_of_other_batches
 
 _CALLS = {"step": "step", "loss": "eval_loss", "predict": "predict"}
 """The call of a pipe by the mode in which the model is captured."""
@@ -35,6 +36,8 @@ _CALLS = {"step": "step", "loss": "eval_loss", "predict": "predict"}
 
 class Session(SessionPlan):
     """One rank of a running pipeline; every rank has one, and calls its methods in the same order."""
+
+    _batches_compared = False
 
     # -- running ---------------------------------------------------------------------------------------------------
 
@@ -142,6 +145,9 @@ class Session(SessionPlan):
                 return executor, batch, plan
         known_signature, rows, missing, all_counts = settle()
         kind = mode, digest_of(version), known_signature
+        if mode == "step" and not (sharded or self._batches_compared):
+            self._batches_compared = True
+            warn_of_other_batches(self.world, batch, self.needing)
         known = self._kinds.get(kind)
         stand_in = known.stand_in if known is not None else None
         if stand_in is None and (missing or sharded):

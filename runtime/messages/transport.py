@@ -137,10 +137,12 @@ class Inbox:
             self._post()
         work, buffer, specs = self._posted.pop(key)
         self._posted_bytes -= buffer.numel()
+        # Before the wait: the peer is told of what is posted, and its thread that would read this spins (`Pair` in
+        # Gloo) for as long as its main thread is inside a send, as it is when this message arrives.
+        self._post_ahead()
         if work is not None:
             with self._errors:
                 work.wait()
-        self._post_ahead()
         if self._staged:
             buffer = buffer.to(self._device, non_blocking=True)
         return unpack(buffer, specs)

@@ -97,12 +97,21 @@ def test_capital_letters_do_not_matter(what: str, same: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "near"), [("h100x4", "h100x8"), ("gpu:2", "cuda"), ("mps:1", "cpu"), ("A100", "a100x8"), ("cuda8", "cuda")]
+    ("what", "near"), [("h100:8", "h100x8"), ("gpu:2", "cuda"), ("A100", "a100x8"), ("cuda8", "cuda")]
 )
 def test_a_name_that_is_not_known_gets_the_nearest_one(what: str, near: str) -> None:
     with pytest.raises(ClusterError) as caught:
         parse_cluster(what, env={})
     assert caught.value.why == f"did you mean {near!r}?"
+
+
+def test_other_sizes_of_a_preset_and_other_kinds_of_devices_are_told_what_to_write() -> None:
+    for what, told in (("H100x4", "cluster show h100x8 --out mine.yaml"), ("mps:1", "devices are 'cpu' or 'cuda'")):
+        with pytest.raises(ClusterError) as caught:
+            parse_cluster(what, env={})
+        assert told in caught.value.why
+    with pytest.raises(ClusterError, match='one is "cuda:1"'):
+        parse_cluster("cuda:0", env={})
 
 
 @pytest.mark.parametrize("what", ["cpu:0", "cuda:999999999"])

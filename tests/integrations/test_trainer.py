@@ -112,3 +112,40 @@ def test_an_optimizer_that_is_passed_is_refused(tmp_path):
 def test_options_are_read_as_those_of_compile(tmp_path):
     with pytest.raises(UsageError, match="num_stages"):
         made(tmp_path, pipeline={"num_stages": 2}).train()
+
+
+def counted_models() -> dict[str, torch.nn.Module]:
+    """Models that treat the number of labels differently: one whose labels the Trainer counts before they are shifted,
+    and one that takes the number and ignores it."""
+    gpt2 = transformers.GPT2Config(
+        vocab_size=16, n_embd=8, n_layer=2, n_head=2, n_positions=8, bos_token_id=0, eos_token_id=0,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    bert = transformers.BertConfig(
+        vocab_size=16, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, num_labels=2,
+        max_position_embeddings=8, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return {
+        "shifted": transformers.GPT2LMHeadModel(gpt2),
+        "ignored": transformers.BertForSequenceClassification(bert),
+    }
+
+
+@pytest.mark.parametrize("kind", ["shifted", "ignored"])
+def test_losses_and_norms_are_divided_as_the_plain_trainer_divides_them(tmp_path, kind):
+    torch.manual_seed(1)
+    ids = torch.randint(16, (11, 6))
+    data = [{"input_ids": row, "labels": row if kind == "shifted" else row[0] % 2} for row in ids]
+    settings = TrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True, logging_steps=1, max_steps=3,
+        gradient_accumulation_steps=2, per_device_train_batch_size=4, eval_strategy="epoch", save_strategy="no",
+    )  # fmt: skip
+    found = []
+    for type_, more in ((Trainer, {}), (PipelineTrainer, {"pipeline": {"cluster": "cpu:1", "micro_batches": 2}})):
+        trainer = type_(model=counted_models()[kind], args=settings, train_dataset=data, eval_dataset=data[:5], **more)
+        trainer.train()
+        found.append(trainer.state.log_history)
+    for plain, mine in zip(*found, strict=True):
+        names = plain.keys() & {"loss", "grad_norm", "eval_loss"}
+        assert {name: mine[name] for name in names} == pytest.approx({n: plain[n] for n in names}, rel=1e-5)

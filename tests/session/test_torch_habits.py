@@ -13,6 +13,8 @@ from support.jobs import misleading_jobs as jobs
 from support.models.misleading_models import ROWS, WIDTH, Net, Normed
 from support.workers import Workers
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import autopart
 from autopart.ir.errors import AutopartError, RefusedError, UsageError
@@ -52,6 +54,8 @@ def test_a_pipe_is_not_called_and_not_moved(pipe: autopart.Pipe) -> None:
         ("module", "pipe.model"),
         ("no_sync", "optimizer.step() every n-th time"),
         ("norm", "pipe.model.norm is the model's own"),
+        ("_modules", "pass pipe.model"),
+        ("evaluate", "pipe.eval_loss(batch)"),
         ("nonsense", "docs/pipe.md"),
     ],
 )
@@ -60,6 +64,45 @@ def test_an_attribute_of_other_wrappers_says_what_to_use_instead(pipe: autopart.
     with pytest.raises(UsageError, match=f"no attribute '{name}'") as caught:
         getattr(pipe, name)
     assert instead in caught.value.fix
+
+
+def test_evaluation_runs_inside_inference_mode_and_a_step_without_gradients_is_refused(pipe: autopart.Pipe) -> None:
+    expected = pipe.eval_loss(ROWS)
+    with torch.inference_mode():
+        rows = ROWS[:4].clone()  # an inference tensor, as a loader makes it there
+        assert pipe.eval_loss(ROWS) == expected and pipe.predict(rows).isfinite()
+    for off in (torch.no_grad, torch.inference_mode):
+        with off(), pytest.raises(UsageError, match="gradients are turned off") as caught:
+            pipe.step(ROWS)
+        assert "pipe.eval_loss(batch)" in caught.value.fix
+
+
+def test_torchscript_and_arrays_are_refused_with_what_to_pass() -> None:
+    with pytest.warns(DeprecationWarning), pytest.raises(UsageError, match="TorchScript") as caught:
+        autopart.compile(torch.jit.trace(nn.Linear(4, 4), torch.zeros(1, 4)), "cpu:1", sample=torch.zeros(2, 4))
+    assert "torch.jit.trace was given" in caught.value.fix
+    with pytest.raises(UsageError, match="ndarray") as caught:
+        autopart.compile(Net(), "cpu:1", sample=ROWS.numpy())
+    assert caught.value.fix == "pass torch.as_tensor(x)"
+
+
+def test_a_rank_whose_batches_do_not_count_is_warned_of_once(pair: Workers) -> None:
+    assert pair.run(jobs.other_batches) == [[0, 0, 1], [0, 0, 0]]
+
+
+def test_wrapping_a_pipe_or_a_wrapped_model_is_refused(pipe: autopart.Pipe) -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(UsageError, match="a pipe is wrapped in DistributedDataParallel"):
+            nn.parallel.DistributedDataParallel(pipe)  # type: ignore[arg-type]
+        wrapped = nn.Sequential(nn.parallel.DistributedDataParallel(Net()))
+        sharded = fully_shard(Net(), mesh=init_device_mesh("cpu", (1,)))
+    finally:
+        torch.distributed.destroy_process_group()
+    for model, name in ((wrapped, "DistributedDataParallel"), (sharded, "FSDP")):
+        with pytest.raises(UsageError, match=f"the model is wrapped in {name}") as caught:
+            autopart.compile(model, "cpu:1", sample=ROWS)
+    assert caught.value.fix
 
 
 def test_the_own_way_of_a_model_to_be_saved_is_called_or_missed(pipe: autopart.Pipe, tmp_path: Any) -> None:

@@ -305,10 +305,15 @@ def _check_leaf(name: str, leaf: Any) -> None:
             raise BatchError(f"input {name} is empty", where=f"shape {tuple(leaf.shape)}")
         return
     if not isinstance(leaf, _PLAIN):
+        array = type(leaf).__module__ == "numpy"
         raise BatchError(
             f"input {name} is {_describe(leaf)}",
-            why="tensors inside it would be frozen into the program",
-            fix="pass tensors, numbers, strings, None, and tuples, lists or dicts of them",
+            why="only tensors are cut into micro-batches"
+            if array
+            else "tensors inside it would be frozen into the program",
+            fix="pass torch.as_tensor(x)"
+            if array
+            else "pass tensors, numbers, strings, None, and tuples, lists or dicts of them",
         )
 
 

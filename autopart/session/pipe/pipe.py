@@ -26,7 +26,13 @@ from autopart.session.session import Session
 from autopart.session.state.checkpoints.around import Around, HasState
 from autopart.session.state.checkpoints.rescue import Kept, Rescue
 from autopart.session.state.checkpoints.saver import Request, Saver, require_folder
-from autopart.session.state.misuse_guards import short_tracebacks, watch_optimizers, without_backward
+from autopart.session.state.misuse_guards import (
+    outside_inference_mode,
+    refuse_without_gradients,
+    short_tracebacks,
+    watch_optimizers,
+    without_backward,
+)
 from autopart.session.state.sampler import DataPosition, PositionedSampler, sampler_of
 from autopart.session.state.scaler import WARN_AFTER, checked_scale, not_finite, refuse_ambiguous, warn_skipped
 from autopart.session.state.state_dict import empty_foreign, sync_state, take_masters
@@ -104,6 +110,7 @@ class Pipe(PipeMeasured):
         finite, no gradient is added and `skipped` is True: skip `optimizer.step()` then.
         """
         self._require_open()
+        refuse_without_gradients()
         factor = checked_scale(scale, self._captures.model, by_keywords=not args)
         refuse_ambiguous("samples", samples, self._captures.model, by_keywords=not args)
         session = self._session or self._bring_up((args, kwargs), sharded=sharded)
@@ -190,7 +197,8 @@ class Pipe(PipeMeasured):
     def eval_loss(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the loss of a batch with the model in eval mode, without gradients.  Only the first rank of the first
         stage needs the batch; others may pass None."""
-        return without_backward(self.session.loss("loss", (args, kwargs))[0])
+        with outside_inference_mode():
+            return without_backward(self.session.loss("loss", (args, kwargs))[0])
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the model returns in eval mode for this batch, on every rank, on the CPU.
@@ -198,7 +206,8 @@ class Pipe(PipeMeasured):
         The batch holds no target; only the first rank of the first stage needs it.  Caches and other objects that are
         not tensors are left out of the result.
         """
-        return self.session.predict((args, kwargs))
+        with outside_inference_mode():
+            return self.session.predict((args, kwargs))
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 

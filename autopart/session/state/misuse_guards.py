@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
@@ -27,20 +28,40 @@ _INSTEAD = {
     "no_sync": "leave it out: step() only adds to .grad; to accumulate, give n steps scale=1 / n, and call "
     "optimizer.step() every n-th time",
     "module": "pipe.model is the model that was compiled; call pipe.sync_model() before you read its parameters",
+    **dict.fromkeys(("evaluate", "validate", "test", "fit", "loss", "train_step", "training_step"), _TRAINS),
     "size": "pipe.world_size",
+    "gradient_checkpointing_enable": 'call it on the model before compile, or pass recompute="all" to compile',
     "device": "pipe.cluster.devices[pipe.rank] describes this rank's device",
 }
 """What to use instead, by name of an attribute that torch's modules, wrappers and other engines have."""
+_OF_MODULES = frozenset(vars(torch.nn.Module()))
+"""Attributes of every module: what asks for one of them was given a pipe for a module."""
 
 
 class MissingError(UsageError, AttributeError):
     """An attribute that other wrappers of models have, and a pipe lacks."""
 
 
-def unknown(name: str, captures: Any) -> AttributeError:
-    """Return the error for an attribute that a pipe lacks.  captures: of its model, None in the constructor."""
-    if name.startswith("_") or captures is None:
+_WRAPPED = UsageError(
+    "a pipe is wrapped in DistributedDataParallel",
+    why="a pipe sums gradients over its replicas itself",
+    fix="use the pipe as it is, with replicas= in compile for data parallelism",
+)
+
+
+def unknown(name: str, captures: Any) -> Exception:
+    """Return what to raise for an attribute that a pipe lacks.  captures: of its model, None in the constructor."""
+    if name == "_ddp_params_and_buffers_to_ignore":  # an AttributeError would let DDP go on, and end the process
+        return _WRAPPED
+    if captures is None or (name.startswith("_") and name not in _OF_MODULES):
         return AttributeError(f"'Pipe' object has no attribute {name!r}")
+    if name in _OF_MODULES:
+        return MissingError(
+            f"a pipe has no attribute {name!r}",
+            why="it is not a torch.nn.Module, and was passed where one is needed, such as Accelerate's unwrap_model",
+            fix="pass pipe.model, the model that was compiled, after pipe.sync_model(); docs/trainer.md has what "
+            "replaces calls of Accelerate",
+        )
     fix = _INSTEAD.get(name, "")
     if not fix and hasattr(captures.model, name):
         fix = f"pipe.model.{name} is the model's own"
@@ -67,7 +88,8 @@ class NotAModule:
         raise UsageError(
             "a pipe can be neither copied nor saved",
             why="it holds connections to other ranks, and one stage of the model",
-            fix="save pipe.state_dict(), or pipe.sync_model() and then copy or save pipe.model",
+            fix="save pipe.state_dict(), or pipe.sync_model() and then copy or save pipe.model; for averages of the "
+            "weights (EMA), autopart.AveragedModel(pipe)",
         )
 
 
@@ -114,6 +136,21 @@ class Loss(torch.Tensor):
 def without_backward(loss: torch.Tensor) -> torch.Tensor:
     """Return the same tensor, whose backward() raises UsageError."""
     return loss.as_subclass(Loss)
+
+
+def refuse_without_gradients() -> None:
+    """Raise UsageError for a training step inside torch.no_grad, where the plain model would only be evaluated."""
+    if not torch.is_grad_enabled():
+        raise UsageError(
+            "pipe.step is called where gradients are turned off (torch.no_grad or torch.inference_mode)",
+            why="a step trains: it runs the backward and adds to .grad",
+            fix="pipe.eval_loss(batch) evaluates; to train, call step outside of that block",
+        )
+
+
+def outside_inference_mode() -> AbstractContextManager[None]:
+    """Return a context that leaves torch.inference_mode: a program cannot be captured inside."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def refuse_clipping(reader: FrameType) -> None:

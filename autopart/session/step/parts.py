@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -17,6 +18,7 @@ from autopart.ir.program import Program
 from autopart.ir.shares import parts
 from autopart.passes.program.routing import route, tied
 from autopart.passes.program.verify import check_program
+from autopart.runtime.group.world import World
 from autopart.runtime.sums.replicas import Replicated
 from autopart.session.code.split import own_updates
 from autopart.session.placement import Placement
@@ -85,6 +87,21 @@ def require_same_batch(digests: Sequence[float], ranks: Sequence[int]) -> BatchE
         fix="pass every rank the same batch (no DistributedSampler; the same seed for the data loader everywhere), or "
         "each its own rows, with pipe.step(batch, sharded=True)",
     )
+
+
+def warn_of_other_batches(world: World, batch: Batch | None, needing: Sequence[int]) -> None:
+    """Warn, on rank 0, of ranks that were given another batch than the first stage, whose batch is the one that counts.
+    batch: of this rank, None without one.  needing: ranks of the first stage.  Collective; reads the tensors once."""
+    found = world.gather_numbers([0.0 if batch is None or batch.stands_in else digest(batch.tensors)])
+    first = needing[0]
+    other = next((r for r, (own,) in enumerate(found) if own not in (0.0, *found[first]) and r not in needing), None)
+    if other is not None and world.rank == 0:
+        warnings.warn(
+            f"ranks {first} and {other} were given different batches; only that of rank {first} is used, and rows that "
+            "other ranks have are left out: give every rank the same batches (no DistributedSampler, no "
+            "accelerator.prepare(loader), the same seed for shuffling), or None where pipe.needs_data is False",
+            stacklevel=2,
+        )
 
 
 def training_program(

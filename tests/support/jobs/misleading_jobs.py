@@ -77,6 +77,19 @@ def opened(model: nn.Module, **options: Any) -> autopart.Pipe:
     return autopart.compile(model, cluster(), sample=ROWS, micro_batches=4, stages=2, costs="analytic", **options)
 
 
+def other_batches() -> list[int]:
+    """Return how often steps warn of different batches: with the same batch on every rank, with none on rank 1, and
+    with another one there."""
+    counts: list[int] = []
+    for other in (ROWS, None, ROWS + 1):
+        with warnings.catch_warnings(record=True) as found, opened(Net()) as pipe:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                pipe.step(other if pipe.rank == 1 else ROWS)
+        counts.append(sum("ranks 0 and 1 were given different batches" in str(each.message) for each in found))
+    return counts
+
+
 def train(pipe: autopart.Pipe, steps: int) -> list[float]:
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
     losses = []

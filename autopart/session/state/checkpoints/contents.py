@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import itertools
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,9 @@ from autopart.session.session import Session
 from autopart.session.state.checkpoints.optimizers import OptimizerPart, part_of
 from autopart.session.state.checkpoints.shares import writers
 from autopart.session.state.companions import Companion
+
+_ALIGNED = 64
+"""Bytes to whose multiples the copy of a tensor is aligned, as torch aligns its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,20 +37,26 @@ class Contents:
 
         earlier: copies that nobody reads any more; their memory is used again, since new memory costs more time than
         the copy into it."""
-        before = earlier or Contents({}, {}, None)
-        weights, more = _copies(self.weights, before.weights), _copies(self.more, before.more)
-        return Contents(weights, more, self.optimizer)
+        own = [*self.weights.values(), *self.more.values()]
+        old = [] if earlier is None else [*earlier.weights.values(), *earlier.more.values()]
+        if [(each.shape, each.dtype) for each in old] != [(each.shape, each.dtype) for each in own]:
+            old = _in_one_piece(own)
+        copies = [target.copy_(tensor.detach()) for target, tensor in zip(old, own, strict=True)]
+        weights = dict(zip(self.weights, copies, strict=False))
+        return Contents(weights, dict(zip(self.more, copies[len(weights) :], strict=True)), self.optimizer)
 
 
-def _copies(tensors: Mapping[str, torch.Tensor], earlier: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    found = {}
-    for name, tensor in tensors.items():
-        old = earlier.get(name)
-        if old is not None and old.shape == tensor.shape and old.dtype == tensor.dtype:
-            found[name] = old.copy_(tensor.detach())
-        else:
-            found[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor.detach())
-    return found
+def _in_one_piece(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return new tensors like these in host memory, all in one allocation.
+
+    It lives as long as the pipe.  Many small ones would take the memory between those that come and go in a step, which
+    then find none of their size."""
+    starts = [0, *itertools.accumulate(-(-tensor.nbytes // _ALIGNED) * _ALIGNED for tensor in tensors)]
+    memory = torch.empty(starts[-1], dtype=torch.uint8)
+    return [
+        memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for tensor, start in zip(tensors, starts, strict=False)
+    ]
 
 
 def contents_of(

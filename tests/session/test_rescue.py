@@ -82,9 +82,14 @@ def _schedule_before_the_step(pipe: autopart.Pipe, optimizer: Any, scheduler: An
     optimizer.zero_grad()
 
 
+def _use_another_optimizer(pipe: autopart.Pipe, optimizer: Any, scheduler: Any, folder: Path) -> None:
+    torch.optim.SGD(pipe.parameters(), lr=0.1).step()
+
+
 @pytest.mark.parametrize(
     ("change", "doing", "why"),
     [
+        (_use_another_optimizer, STEP_FAILED, "an optimizer that was not passed to load or save"),
         (_accumulate, STEP_FAILED, "gradients of earlier steps wait for the optimizer"),
         (_save_extra, STEP_FAILED, "extra= of the last save"),
         (_save_without_optimizer, STEP_FAILED, "no optimizer was passed"),

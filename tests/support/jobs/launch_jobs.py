@@ -192,7 +192,7 @@ def about_this_process() -> dict[str, object]:
 
     import torch
 
-    own = {"MASTER_PORT", "AUTOPART_PARENT"}
+    own = {"MASTER_PORT", "AUTOPART_PARENT", "LINES", "COLUMNS"}  # the last two are set by readline, behind Python
     return {
         **{name: value for name, value in os.environ.items() if name not in own},
         "arguments": sys.argv,

@@ -22,6 +22,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopart.files.checkpoints.document import NAME, write_document
 from autopart.files.storage import write_whole
@@ -59,6 +60,8 @@ class Rescue:
         self._folder = Path()
         self._unstepped: Mapping[str, Any] | None = None
         self._changed = ""
+        self._others: WeakSet[torch.optim.Optimizer] = WeakSet()
+        self._unwatch: Callable[[], None] = lambda: None
 
     def follow(self, kept: Kept, around: Around, rank: int) -> None:
         """Keep this state from now on.  Called at a load or a save."""
@@ -72,9 +75,17 @@ class Rescue:
             self._folder.mkdir(parents=True, mode=0o700)
         except (OSError, CheckpointError):  # nothing can be kept, and training goes on
             return
+        if self._kept is None:
+            self._unwatch = register_optimizer_step_pre_hook(self._note_optimizer).remove
         self._kept = kept
+        self._others.clear()
         _following.add(self)
         current().keeping = READY_TO_KEEP
+
+    def _note_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Note optimizers that step and that no load or save was given."""
+        if self._kept is not None and optimizer is not self._kept.optimizer:
+            self._others.add(optimizer)
 
     def begin_step(self, around: Callable[[Kept], Around]) -> None:
         """Notice what the script changes between a load or a save and the next step: it would do so twice for one step,
@@ -117,8 +128,12 @@ class Rescue:
             return "extra= of the last save is not known to be that of this step"
         if self._changed:
             return f"the script changes the {self._changed} between a load or a save and the next step"
-        if any(map(_pending, session.tensors.driven.values())):
+        driven = session.tensors.driven.values()
+        if any(map(_pending, driven)):
             return "gradients of earlier steps wait for the optimizer"
+        others = {id(p) for other in self._others for group in other.param_groups for p in group["params"]}
+        if others.intersection(map(id, driven)):
+            return "its parameters are updated by an optimizer that was not passed to load or save"
         return ""
 
     def _write(self, session: Session, around: Around, extra: Any) -> None:
@@ -137,6 +152,7 @@ class Rescue:
         if self._kept is None:
             return
         self._kept = None
+        self._unwatch()
         _following.discard(self)
         current().keeping = NOTHING
         with suppress(OSError):

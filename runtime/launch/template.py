@@ -4,9 +4,9 @@ It is used where ranks are started again and again (elastic launches), on Linux.
 runs nothing, so it has one thread and no device; a rank that was forked first takes over the environment of its rank,
 and then imports the script as a spawned process does (`multiprocessing.spawn.prepare`).
 
-The launcher sends a request and three descriptors over a socket: of the rank's pipe, of its status in memory, and of a
-pipe in which the process id and later the exit code are written.  The template ends when the launcher does, and ranks
-when the template does (prctl).
+The launcher sends a request and descriptors over a socket: of the rank's pipe, of its status in memory, and of a pipe
+in which the process id and later the exit code are written.  The template ends when the launcher does, and ranks when
+the template does (prctl).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
-from multiprocessing import spawn, util
+from multiprocessing import resource_tracker, spawn, util
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -117,6 +117,7 @@ class Template:
     def _forked(self, rank: int, env: dict[str, str]) -> Started:
         ours, theirs = multiprocessing.Pipe()
         memory, (reading, writing) = os.memfd_create("autopart-status"), os.pipe()
+        tracker = resource_tracker.getfd()
         try:
             os.ftruncate(memory, mmap.PAGESIZE)
             status = SharedStatus.from_buffer(mmap.mmap(memory, mmap.PAGESIZE))
@@ -124,7 +125,7 @@ class Template:
             preparation["start_method"] = "spawn"  # as in processes that are spawned
             preparation["authkey"] = bytes(preparation["authkey"])  # of itself it refuses to be sent
             request = pickle.dumps(_Request(rank, env, preparation))
-            socket.send_fds(self._socket, [_HEAD.pack(len(request))], [theirs.fileno(), memory, writing])
+            socket.send_fds(self._socket, [_HEAD.pack(len(request))], [theirs.fileno(), memory, tracker, writing])
             self._socket.sendall(request)
         finally:
             theirs.close()
@@ -177,11 +178,11 @@ def main(descriptor: int, launcher: int, tied: bool) -> None:
 
 def _fork_one(requests: socket.socket, selector: selectors.BaseSelector) -> bool:
     """Fork the rank of the next request, and return whether there was one.  Does not return in the rank."""
-    head, descriptors, _, _ = socket.recv_fds(requests, _HEAD.size, 3)
+    head, descriptors, _, _ = socket.recv_fds(requests, _HEAD.size, 4)
     if len(head) < _HEAD.size:
         return False
     request: _Request = pickle.loads(_received(requests, _HEAD.unpack(head)[0]))
-    pipe, memory, writing = descriptors
+    *own, writing = descriptors
     template, pid = os.getpid(), os.fork()
     if pid == 0:
         worker.end_with_parent(template)
@@ -190,10 +191,10 @@ def _fork_one(requests: socket.socket, selector: selectors.BaseSelector) -> bool
             os.close(descriptor)
         selector.close()
         requests.close()
-        _run(request, pipe, memory)
+        _run(request, *own)
         raise SystemExit(0)
-    os.close(pipe)
-    os.close(memory)
+    for descriptor in own:
+        os.close(descriptor)
     with suppress(BrokenPipeError):
         os.write(writing, _NUMBER.pack(pid))
     selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, writing))
@@ -208,8 +209,10 @@ def _report_end(process: int, pid: int, writing: int) -> None:
     os.close(writing)
 
 
-def _run(request: _Request, pipe: int, memory: int) -> None:
-    """Become the rank of a request, as if this process had been spawned for it, until the launcher needs it no more."""
+def _run(request: _Request, pipe: int, memory: int, tracker: int) -> None:
+    """Become the rank of a request, as if this process had been spawned for it, until the launcher needs it no more.
+
+    tracker: of semaphores and other things that outlive a process; all processes of a launch have one."""
     gc.unfreeze()
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
@@ -221,6 +224,8 @@ def _run(request: _Request, pipe: int, memory: int) -> None:
     torch.default_generator.seed()  # generators that a script leaves unseeded differ between processes
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
+    shared: Any = resource_tracker
+    shared._resource_tracker._fd = tracker
     me: Any = multiprocessing.current_process()
     me._inheriting = True
     try:

@@ -117,7 +117,7 @@ class Template:
     def _forked(self, rank: int, env: dict[str, str]) -> Started:
         ours, theirs = multiprocessing.Pipe()
         memory, (reading, writing) = os.memfd_create("autopart-status"), os.pipe()
-        tracker = resource_tracker.getfd()
+        tracker: Any = resource_tracker.getfd()  # typeshed has an int or None
         try:
             os.ftruncate(memory, mmap.PAGESIZE)
             status = SharedStatus.from_buffer(mmap.mmap(memory, mmap.PAGESIZE))

@@ -113,3 +113,10 @@ def test_a_new_plan_has_first_steps_of_its_own() -> None:
     speeds = noting(following(1, 1), 10, 6)
     speeds.follow(plan(Stage(("a",), (0,)), Stage(("b",), (1,))), cluster(1, 1))
     assert noting(speeds, 10, 14).slowness() == (1.0, 1.0)
+
+
+def test_a_rank_is_named_by_its_new_speed_alone() -> None:
+    """After half of the steps, a median of both halves would lie between both speeds."""
+    speeds = noting(following(1, 1), 10, 10)
+    assert noting(speeds, 10, 30, steps=WINDOW // 2).stragglers() == {}
+    assert noting(speeds, 10, 30, steps=1).stragglers() == {1: 3.0}

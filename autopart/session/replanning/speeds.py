@@ -11,14 +11,15 @@ from __future__ import annotations
 import logging
 import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from autopart.ir.cluster import Cluster, Device
 from autopart.ir.plan import Plan
 from autopart.ir.shares import Division
 
-WINDOW, SKIPPED = 8, 2
-"""Steps whose median counts, and the first ones under a plan, in which caches and pages are cold."""
+WINDOW, RECENT, SKIPPED = 8, 5, 2
+"""Steps by whose median a rank is named, the newest of them, which say how slow it is (when more than half of the
+steps are slow, all of these are), and the first ones under a plan, in which caches and pages are cold."""
 SLOW, CHANGED = 2.0, 1.5
 """A device is named if it takes so many times as long as was planned for, or as in its first steps under the plan; or
 the reverse."""
@@ -73,22 +74,30 @@ class Speeds:
 
     def slowness(self) -> tuple[float, ...]:
         """Return how slow each rank is; what was known before where it is not measured yet, or has no stage."""
+        return self._slowness(list(self._rows)[-RECENT:]) if len(self._rows) == WINDOW else self._judged
+
+    def stragglers(self) -> Mapping[int, float]:
+        """Return the ranks whose speed has changed since they were last judged, and how slow they are."""
+        if len(self._rows) < WINDOW:
+            return {}
+        limit = CHANGED if self._usual else SLOW
+        found = {}
+        for rank, (slow, lately) in enumerate(zip(self._slowness(self._rows), self.slowness(), strict=True)):
+            changes = [each / self._judged[rank] for each in (slow, lately)]
+            if min(changes) >= limit or max(changes) <= 1 / limit:
+                found[rank] = lately
+        return found
+
+    def _slowness(self, rows: Iterable[Sequence[float]]) -> tuple[float, ...]:
+        """Return how slow each rank was in these steps."""
         working = [rank for rank, planned in enumerate(self._planned) if planned > 0]
-        if len(self._rows) < WINDOW or len(working) < 2:
-            return self._judged
-        medians = [statistics.median(column) for column in zip(*self._rows, strict=True)]
-        if not all(medians[rank] > 0 for rank in working):
+        medians = [statistics.median_low(column) for column in zip(*rows, strict=True)]
+        if len(working) < 2 or not all(medians[rank] > 0 for rank in working):
             return self._judged
         usual = self._usual or (1.0,) * len(self._known)
         slow = {rank: self._known[rank] * medians[rank] / self._planned[rank] / usual[rank] for rank in working}
         middle = statistics.median_low(slow.values())
         return tuple(slow[rank] / middle if rank in slow else known for rank, known in enumerate(self._known))
-
-    def stragglers(self) -> Mapping[int, float]:
-        """Return the ranks whose speed has changed since they were last judged, and how slow they are."""
-        limit = CHANGED if self._usual else SLOW
-        pairs = enumerate(zip(self.slowness(), self._judged, strict=True))
-        return {rank: slow for rank, (slow, before) in pairs if not 1 / limit < slow / before < limit}
 
 
 def planned_ns(plan: Plan, cluster: Cluster) -> tuple[float, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -65,27 +65,35 @@ def contents_of(
     companions: Mapping[str, Companion],
     placeholder: nn.Parameter,
 ) -> Contents:
-    """Return what this rank writes; the tensors are the live ones.  Local.
+    """Return what this rank writes, so that all ranks write each tensor once; the tensors are the live ones.  Local.
 
     placeholder: the parameter of a rank that has none.  Raises CheckpointError for what cannot be saved."""
+    sizes = {name: tensor.nbytes for name, tensor in own_state(session).items()}
+    writer = writers(sizes, session.context.placement, updated_buffers(session), session.world.size)
+    mine = [name for name in sizes if writer[name] == session.world.rank]
+    return contents_with(session, mine, optimizer, companions, placeholder)
+
+
+def contents_with(
+    session: Session,
+    mine: Collection[str],
+    optimizer: torch.optim.Optimizer | None,
+    companions: Mapping[str, Companion],
+    placeholder: nn.Parameter,
+) -> Contents:
+    """Return these tensors of the model, and all that belongs to them, as `contents_of` does.  mine: names of
+    parameters and buffers whose newest value this rank has."""
     session.tensors.masters.write()
-    rank, held = session.world.rank, session.tensors.held
-    own = own_state(session)
-    sizes = {name: tensor.nbytes for name, tensor in own.items()}
-    updated = frozenset(buffer for buffer, _ in session.graph.updates)
-    writer = writers(sizes, session.context.placement, updated, session.world.size)
-    mine = [name for name in own if writer[name] == rank]
+    held, own, chosen = session.tensors.held, own_state(session), frozenset(mine)
     weights = {name: held.get(name, own[name]) for name in mine}
     more: dict[str, torch.Tensor] = {
-        f"{MASTER}/{name}": t for name, t in session.tensors.masters.by_name.items() if writer.get(name) == rank
+        f"{MASTER}/{name}": t for name, t in session.tensors.masters.by_name.items() if name in chosen
     }
     part = part_of(optimizer, driven_names(session, placeholder)) if optimizer is not None else None
     if part is not None:
-        more |= {f"{OPTIMIZER}/{key}/{name}": t for (name, key), t in part.tensors.items() if writer[name] == rank}
+        more |= {f"{OPTIMIZER}/{key}/{name}": t for (name, key), t in part.tensors.items() if name in chosen}
     for title, companion in companions.items():
-        more |= {
-            f"{COMPANION}/{title}/{name}": t for name, t in companion.tensors().items() if writer.get(name) == rank
-        }
+        more |= {f"{COMPANION}/{title}/{name}": t for name, t in companion.tensors().items() if name in chosen}
     for name, tensor in {**weights, **more}.items():
         if tensor.layout != torch.strided or tensor.is_meta:
             raise CheckpointError(
@@ -94,6 +102,11 @@ def contents_of(
                 fix="make it a dense tensor with values",
             )
     return Contents(weights, more, part)
+
+
+def updated_buffers(session: Session) -> frozenset[str]:
+    """Return the buffers that change in training."""
+    return frozenset(buffer for buffer, _ in session.graph.updates)
 
 
 def own_state(session: Session) -> dict[str, torch.Tensor]:

@@ -24,6 +24,7 @@ from autopart.ir.plan import Plan
 from autopart.ir.timeline import Timeline
 from autopart.launcher import living_devices
 from autopart.options import OptimizerLike, Options, OptionsDict, PlanLike, read_options, read_value
+from autopart.passes.ops.model_flops import model_flops
 from autopart.planning.make import make_plan, precision_of, read_plan
 from autopart.planning.simulated import simulate_plan
 from autopart.report.comparison import Answer
@@ -223,7 +224,8 @@ def answered(model: nn.Module, sample: Any, questions: Iterable[tuple[str, Clust
         except (PlanError, UsageError, RefusedError) as error:
             yield replace(answer, refused=error)
         else:
-            yield replace(answer, plan=made.plan, graph=made.captured.graph)
+            graph = made.captured.graph
+            yield replace(answer, plan=made.plan, graph=graph, flops=model_flops(graph))
 
 
 def _given(sample: Any, what: str) -> Any:

@@ -12,6 +12,7 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, MutableMapping
+from pathlib import Path
 from typing import NamedTuple
 
 from autopart.ir.errors import ClusterError
@@ -23,6 +24,8 @@ RESTART_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
 """How often the ranks were restarted: set by torchrun, and by our own launcher."""
 DEVICES_VARIABLE = "AUTOPART_DEVICES"
 """Under an elastic launch, the devices of its cluster that have ranks now, as `Living.text` writes them."""
+RESCUE_VARIABLE = "AUTOPART_RESCUE"
+"""Under an elastic launch on one host, a folder in memory where ranks that live keep the state of a run."""
 
 
 class Living(NamedTuple):
@@ -44,6 +47,11 @@ def living_devices(env: Mapping[str, str] = os.environ) -> Living | None:
     return Living(tuple(int(number) for number in found[1].split(",")), int(found[2]))
 
 
+def rescue_folder(env: Mapping[str, str] = os.environ) -> Path | None:
+    """Return the folder in memory that outlives the ranks, None without one."""
+    return Path(env[RESCUE_VARIABLE]) if env.get(RESCUE_VARIABLE) else None
+
+
 def torchrun_line(world: int, local: int | None = None) -> str:
     """Return the command that runs this script on `world` ranks, `local` of them on each host (None: all on one)."""
     if local is None or local >= world:
@@ -62,7 +70,9 @@ def restart_count() -> int:
 
 
 def _script_line() -> str:
-    return shlex.join([word for word in sys.argv if word] or ["train.py"])
+    words = [word for word in sys.argv if word]
+    no_file = not words or words[0] == "-c" or "ipykernel_launcher" in words[0]
+    return "train.py" if no_file else shlex.join(words)
 
 
 class _Launcher(NamedTuple):

@@ -19,6 +19,8 @@ BUSY, PATIENT, AWAY, JOINING = range(4)
 BUSY: it has the time limit to go on.  PATIENT: it plans or captures, without that limit.  AWAY: it returned or left,
 and sends nothing more.  JOINING: as BUSY; it opens the group, to which ranks that are away may return.
 """
+NOTHING, READY_TO_KEEP, KEEPING = range(3)
+"""Values of `SharedStatus.keeping`.  READY_TO_KEEP: the rank would write its state to memory.  KEEPING: it writes."""
 
 
 class SharedStatus(ctypes.Structure):
@@ -26,7 +28,7 @@ class SharedStatus(ctypes.Structure):
     NOBODY or EVERYONE), its phase, and a number that changes with every action.
 
     asked: set by the launcher, to ask the ranks to stop so that others can join; heeded: set by the rank when its
-    script has learned that."""
+    script has learned that.  keeping: NOTHING, or what of its state the rank would keep if another one were lost."""
 
     _fields_ = (
         ("label", ctypes.c_char * LABEL_BYTES),
@@ -36,6 +38,7 @@ class SharedStatus(ctypes.Structure):
         ("changes", ctypes.c_uint32),
         ("asked", ctypes.c_int32),
         ("heeded", ctypes.c_int32),
+        ("keeping", ctypes.c_int32),
     )
     label: bytes
     note: bytes
@@ -44,6 +47,7 @@ class SharedStatus(ctypes.Structure):
     changes: int
     asked: int
     heeded: int
+    keeping: int
 
 
 _status = SharedStatus()

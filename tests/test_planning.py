@@ -262,6 +262,27 @@ def test_sync_batchnorm_has_no_effect_on_a_model_without_batch_norm_and_the_plan
     assert any("takes no batch statistics" in line for line in _planned_net(replicas=2, sync_batchnorm=True).notes)
 
 
+@pytest.mark.parametrize(
+    ("options", "micros", "own"),
+    [
+        ({"replicas": 1, "micro_batches": 1}, False, ""),
+        ({"replicas": 1, "micro_batches": 4}, True, ""),
+        ({"replicas": 2, "micro_batches": 1}, False, "rows"),
+        ({"replicas": 2, "micro_batches": 4, "replica_policy": "turn"}, True, "micro-batches"),
+        ({"replicas": 2, "micro_batches": 4, "sync_batchnorm": True}, True, ""),
+    ],
+)
+def test_a_plan_says_over_which_rows_batch_statistics_are_taken(options, micros, own):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4))
+    x = torch.randn(16, 4)
+    plan = autopart.plan(
+        model, "cpu:2", sample=(x, x), loss_fn=torch.nn.functional.mse_loss, costs="analytic", stages=1, **options
+    )
+    said = "\n".join(plan.notes)
+    assert ("of each micro-batch (4 rows)" in said) is micros
+    assert (f"per replica, each of its own {own}" in said) is bool(own)
+
+
 @pytest.mark.parametrize("given", [False, True])
 def test_master_weights_have_no_effect_in_fp32_and_the_plan_says_so(given):
     plan = {"plan": _planned_net(replicas=1)} if given else {"replicas": 1}

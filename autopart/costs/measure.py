@@ -165,7 +165,7 @@ def _samples(captured: Captured, graph: Graph, device: torch.device) -> list[_Sa
         key = hashlib.sha256(text.encode()).hexdigest()[:24]
         before = samples.get(key)
         weight = op.cost.total_ns + (before.analytic_ns if before else 0)
-        target: Any = products.kernel_of(kernel_of(node.target))
+        target: Any = products.kernel_of(kernel_of(node.target), node.kwargs)
         samples[key] = _Sample(key, target, args, kwargs, grad, (*(before.ops if before else ()), op.name), weight)
     return list(samples.values())
 

@@ -169,7 +169,7 @@ def _on(module: fx.GraphModule, where: torch.device) -> fx.GraphModule:
     graph = copy.deepcopy(module.graph)
     for node in graph.nodes:
         if node.op == "call_function":
-            node.target = products.kernel_of(kernel_of(node.target))
+            node.target = products.kernel_of(kernel_of(node.target), node.kwargs)
         args, kwargs = fx.node.map_aggregate(
             (node.args, node.kwargs), lambda arg: where if isinstance(arg, torch.device) else arg
         )

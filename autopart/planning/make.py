@@ -42,6 +42,7 @@ from autopart.passes.program.schedules import find, names, streams
 from autopart.passes.search.space import PlanRequest
 from autopart.passes.simulation.stage_costs import device_types
 from autopart.planning.backend import cannot_pay, pays
+from autopart.planning.batch_statistics import batch_statistics
 from autopart.planning.no_effect import without_effect
 from autopart.planning.restrictions import (
     PlanningTask,
@@ -79,13 +80,13 @@ class Planned:
     """A plan, the captured program that it was made from, and how batches are cut under it.
 
     captured: at the size of the plan's largest micro-batch; for a model on the meta device maybe at another size.
-    compile_ns: nanoseconds that compiling takes, if the plan was made with costs of compiled code.
+    costs: by which the plan was chosen, of `captured` or of the same program at another size; None for a given plan.
     """
 
     plan: Plan
     captured: Captured
     rule: BatchRule
-    compile_ns: int = 0
+    costs: CostedGraph | None = None
 
 
 def make_plan(
@@ -137,7 +138,8 @@ def _with_backend(captures: CaptureCache, batch: Batch, cluster: Cluster, option
     if not note:
         assert options.steps is not None
         compiled = make_plan(captures, batch, cluster, replace(options, backend="inductor"), to_run=to_run)
-        compiling, note = pays(options.steps, eager.plan, compiled.plan, compiled.compile_ns)
+        compile_ns = compiled.costs.compile_ns if compiled.costs is not None else 0
+        compiling, note = pays(options.steps, eager.plan, compiled.plan, compile_ns)
         best = compiled if compiling else eager
     return replace(best, plan=best.plan.with_notes(note))
 
@@ -242,9 +244,13 @@ def _settled(task: PlanningTask, costs: CostedGraph, plan: Plan, reduction: Loss
         else:
             captured = family.captured(size)
             plan = _made_for(plan, captured.graph)
-    notes = (*task.notes, *without_effect(task.options, plan, captured.graph))
+    notes = (*task.notes, *_notes(task.options, plan, captured.graph))
     rule = _rule(plan, captured, family, reduction, task.slices)
-    return Planned(plan.with_notes(*notes), captured, rule, costs.compile_ns)
+    return Planned(plan.with_notes(*notes), captured, rule, costs)
+
+
+def _notes(options: Options, plan: Plan, graph: Graph) -> tuple[str, ...]:
+    return (*without_effect(options, plan, graph), *batch_statistics(options, plan, graph))
 
 
 def _with_enough_rows(task: PlanningTask, costs: CostedGraph, plan: Plan) -> tuple[PlanningTask, Plan]:
@@ -284,7 +290,7 @@ def _given(given: Plan, captures: CaptureCache, batch: Batch, cluster: Cluster, 
     splits = (given.micro_rows if not replicated else given.micro_rows * 2,)
     reduction = loss_reduction(family, splits, options.loss_reduction)
     slices = asked_slices(given.decision.token_slices or None, captures, batch, captured.graph.size)
-    noted = given.with_notes(*without_effect(options, given, captured.graph))
+    noted = given.with_notes(*_notes(options, given, captured.graph))
     return Planned(noted, captured, _rule(given, captured, family, reduction, slices))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import AutopartError
@@ -20,7 +20,8 @@ class Answer:
     """The plan for one question, or why there is none.
 
     name: what was asked.  tokens: of each sequence, None for batches without sequences.  plan, graph: the plan and the
-    captured graph that it is for, both None if refused says why.
+    captured graph that it is for, both None if refused says why.  flops: of the model at the size of that graph, by
+    dtype.
     """
 
     name: str
@@ -28,13 +29,14 @@ class Answer:
     tokens: int | None
     plan: Plan | None = None
     graph: Graph | None = None
+    flops: Mapping[str, int] = field(default_factory=dict)
     refused: AutopartError | None = None
 
     def delivered(self) -> Throughput | None:
         """Return what the plan delivers; None without one, or without its simulated step."""
         if self.plan is None or self.graph is None or not self.plan.step_ns or not self.plan.estimates:
             return None
-        return throughput(self.plan, self.graph, self.cluster, self.tokens)
+        return throughput(self.plan, self.graph, self.cluster, self.tokens, self.flops)
 
 
 def comparison_table(answers: Sequence[Answer], column: str) -> str:

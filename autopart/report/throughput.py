@@ -1,22 +1,17 @@
 """What a plan would deliver: samples and tokens per second, model FLOPs utilisation (MFU), memory, and money.
 
-MFU is the FLOPs of the model over those that all devices could do at their peak rates in the time of a step (Chowdhery
-et al., "PaLM", 2022, appendix B): a forward and a backward of twice the work, without what is recomputed.  The peak is
-that of the dtype of the weights, or of the precision under which the model runs.
+MFU is the FLOPs of the model (`passes.ops.model_flops`) over those that all devices could do at their peak rates in the
+time of a step.  The peak is that of the dtype of most of them.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopart.ir.cluster import Cluster
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan
-
-_PRECISIONS = {"bf16": "bfloat16", "fp16": "float16"}
-PASSES = 3
-"""Work of forward and backward, in forwards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +39,18 @@ class Throughput:
         return self.price_per_step / self.step_s / per_s * 1e6
 
 
-def throughput(plan: Plan, graph: Graph, cluster: Cluster, tokens: int | None) -> Throughput:
+def throughput(
+    plan: Plan, graph: Graph, cluster: Cluster, tokens: int | None, by_dtype: Mapping[str, int]
+) -> Throughput:
     """Return what a plan delivers on its cluster.
 
-    graph: the captured graph of the plan.  tokens: of each sequence, None for other batches.  The plan has estimates.
+    graph: the captured graph of the plan.  tokens: of each sequence, None for other batches.  by_dtype: FLOPs of the
+    model at the size of the graph (`model_flops`).  The plan has estimates.
     """
     seconds = plan.step_ns / 1e9
     rows = sum(plan.micro_rows)
-    flops = PASSES * forward_flops(plan)
-    dtype = _PRECISIONS.get(plan.provenance.precision) or weight_dtype(graph)
-    peak = sum(device.rate(dtype) for device in cluster.devices)
+    flops = sum(by_dtype.values()) * rows // graph.rows
+    peak = sum(device.rate(max(by_dtype, key=by_dtype.__getitem__)) for device in cluster.devices)
     memory = [
         (cluster.least_memory_bytes(stage.ranks), estimate.peak_bytes)
         for stage, estimate in zip(plan.stages, plan.estimates, strict=True)
@@ -70,21 +67,3 @@ def throughput(plan: Plan, graph: Graph, cluster: Cluster, tokens: int | None) -
         limit_bytes=limit_bytes,
         price_per_step=price,
     )
-
-
-def forward_flops(plan: Plan) -> int:
-    """Return the FLOPs of the forwards of a step, over all micro-batches and replicas."""
-    largest = 0
-    for stage, estimate in zip(plan.stages, plan.estimates, strict=True):
-        mine, whole = stage.division.most
-        largest += estimate.flops * whole // mine
-    return largest * sum(plan.micro_rows) // max(plan.micro_rows)
-
-
-def weight_dtype(graph: Graph) -> str:
-    """Return the dtype of most elements of the trainable parameters; "float32" if there are none."""
-    counted: Counter[str] = Counter()
-    for param in graph.params:
-        if param.trainable and param.same_as is None:
-            counted[param.dtype] += param.size_bytes
-    return max(counted, key=lambda dtype: counted[dtype], default="float32")

@@ -17,7 +17,7 @@ from autopart.runtime.engine import BatchPlan
 from autopart.session.executors.executor import Executor
 from autopart.session.executors.kinds import Kind, largest_part
 from autopart.session.ranks.agreement import FAILURES
-from autopart.session.ranks.call_sync import Given, digest_of
+from autopart.session.ranks.call_sync import STEP_FAILED, Given, digest_of
 from autopart.session.session_plan import SessionPlan
 from autopart.session.step.data import (
     Arguments,
@@ -58,10 +58,10 @@ class Session(SessionPlan):
         each replica of the first stage is given its own rows.  scale: of the loss, for its backward.  unscaled: what
         gradients are divided by before they are checked, None to leave them.  samples: names of the rows (`_begun`).
         Collective."""
-        with self.calls.collective(f"a {_CALLS[mode]} failed"):
+        with self.calls.collective(STEP_FAILED if mode == "step" else f"a {_CALLS[mode]} failed"):
             self.flush()
             executor, _, plan = self.planned_batch(mode, arguments, step, scale, sharded=sharded, samples=samples)
-            with self.calls.running("a step failed"):
+            with self.calls.running(STEP_FAILED):
                 found = executor.loss(plan, self.spans if mode == "step" else None, unscaled=unscaled)
                 self.computed_ns = executor.computed_ns
                 return found

@@ -16,6 +16,7 @@ from autopart.capture import CaptureCache, Captured
 from autopart.capture.batch.batch import Batch
 from autopart.capture.derive.reduction import BatchRule
 from autopart.capture.guards import check_autocast, tied_names
+from autopart.costs.sources import CostedGraph
 from autopart.ir.cluster import Cluster
 from autopart.ir.explain import summary
 from autopart.ir.graph import Graph
@@ -70,6 +71,7 @@ class SessionPlan:
     preparing_s, moving_s: seconds that capturing and making the stages, and moving tensors, took at the last change.
     spans: gets what this rank does in training steps, if it is a list.
     activations: of frozen layers, by sample, where the plan begins behind them.
+    costs: by which rank 0 chose its last plan; None on other ranks, and for a plan that was given.
     computed_ns: what each rank computed for in the last step, 0 where it was not measured.
     last_shares: rows of each micro-batch of the last batch, and their shares in its loss.  last_executor: that ran it.
     flush: lets what asynchronous training has in flight come back, before any other call.
@@ -100,6 +102,7 @@ class SessionPlan:
         self.world = World(cluster.kind, cluster.world, local=local, timeout_s=timeout_s, transport=options.transport)
         self.calls = Calls(self.world)
         self.activations = Activations(captures, self.world.device)
+        self.costs: CostedGraph | None = None
         self.preparing_s = self.moving_s = 0.0
 
     # -- getting there ---------------------------------------------------------------------------------------------
@@ -235,6 +238,7 @@ class SessionPlan:
     def _install(self, planned: Planned, context: RankContext, executor: Executor) -> None:
         context.tensors.settle(self._later_values)
         self.plan, self._captured = planned.plan, planned.captured
+        self.costs = planned.costs or self.costs
         self.context = context
         self.activations.begin(self.batch, max(self.plan.micro_rows))
         context.values.drop_foreign_gradients()

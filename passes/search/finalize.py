@@ -209,13 +209,6 @@ def notes_of(decision: Decision, blocks: int, request: PlanRequest, graph: Graph
         notes.append(f"{decision.world - used} of {decision.world} devices idle: {reason}")
     if request.stages is not None:
         notes += _light_stages(decision, graph)
-    replicated = {name for stage in decision.stages if len(stage.ranks) > 1 for name in stage.ops}
-    writer = graph.writer()
-    if any(writer[value] in replicated for _, value in graph.updates):
-        own = "micro-batches" if request.policy == "turn" else "rows"
-        notes.append(
-            f"statistics of BatchNorm are per replica, each of its own {own}; so is any buffer the step updates"
-        )
     if streams(find(decision.schedule)):
         notes += _versions(decision, graph)
     elif not find(decision.schedule).synchronous:

@@ -10,13 +10,18 @@ import logging
 import signal
 import sys
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from autopart.ir.errors import AutopartError, UsageError
-from autopart.launcher import Living
+from autopart.launcher import RESCUE_VARIABLE, Living
 from autopart.runtime.launch.members import Members
+from autopart.runtime.launch.memory import folder_in_memory
 from autopart.runtime.launch.reasons import Death
+from autopart.runtime.launch.starting import local_env
 from autopart.runtime.launch.supervise import Fleet
+from autopart.runtime.launch.template import Template, works_here
 from autopart.runtime.watch.stop_signals import StopSignals
 
 PAUSE_S = 0.1
@@ -46,7 +51,8 @@ def run_generations(
     that names the first failures of the generations before.  deadline: in time.monotonic() seconds, over all of them.
 
     members: of an elastic launch.  After a death those that are left start at once, which is no restart; when a device
-    comes back the ranks are asked to stop, and all start together.
+    comes back the ranks are asked to stop, and all start together.  Ranks that live may keep their state in a folder in
+    memory, which is deleted at the end.
 
     SIGTERM and SIGUSR1 are passed on to the ranks, which have `grace_s` seconds to end after the first SIGTERM; a
     second one ends all processes now, by SystemExit.  Nothing is started again after either.
@@ -54,13 +60,27 @@ def run_generations(
     stop = StopSignals(again=lambda: sys.exit(128 + signal.SIGTERM), after_s=LOOK_S)
     stop.enter()
     try:
-        return _Generations(world, deadline, restarts, stop, grace_s, members).run(call, name)
+        with _shared(members) as shared:
+            return _Generations(world, deadline, restarts, stop, grace_s, members, shared).run(call, name)
     except AutopartError as error:
         if stop.asked:
             error.add_note(f"the launcher was asked to stop by {signal.Signals(stop.asked).name}: no restart")
         raise
     finally:
         stop.leave()
+
+
+@contextmanager
+def _shared(members: Members | None) -> Iterator[dict[str, Any]]:
+    """Yield what all generations of an elastic launch are given: a folder in memory, and a template to fork from."""
+    if members is None:
+        yield {}
+        return
+    with folder_in_memory() as memory, ExitStack() as stack:
+        shared: dict[str, Any] = {"env": {RESCUE_VARIABLE: memory}}
+        if works_here():
+            shared["start"] = stack.enter_context(Template(local_env(0, members.most))).start
+        yield shared
 
 
 class _Generations:
@@ -74,7 +94,9 @@ class _Generations:
         stop: StopSignals,
         grace_s: float,
         members: Members | None,
+        shared: Mapping[str, Any],
     ) -> None:
+        self._shared = shared
         self._world, self._deadline, self._restarts, self._members = world, deadline, restarts, members
         self._stop, self._grace_s = stop, grace_s
         self._failures: list[AutopartError] = []
@@ -112,7 +134,7 @@ class _Generations:
         )
 
     def _around(self) -> dict[str, Any]:
-        return {"generation": self._number, "stop": self._stop, "grace_s": self._grace_s}
+        return {"generation": self._number, "stop": self._stop, "grace_s": self._grace_s, **self._shared}
 
     def _pause_after(self, error: AutopartError, fleet: Fleet | None, living: Living | None) -> float:
         """Return the seconds to wait before the ranks are started again after an error; raise it if they are not."""

@@ -16,31 +16,30 @@ import pickle
 import signal
 import socket
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from operator import methodcaller
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from autopart.ir.errors import UsageError
-from autopart.launcher import DEVICES_VARIABLE, RESTART_VARIABLE, Living
-from autopart.runtime.activity import PATIENT, SharedStatus
-from autopart.runtime.launch import worker
+from autopart.launcher import RESTART_VARIABLE, Living
+from autopart.runtime.activity import KEEPING, NOTHING, PATIENT, READY_TO_KEEP, SharedStatus
 from autopart.runtime.launch.reasons import GUARD, UNGUARDED, Death, error_for, first_cause
-from autopart.runtime.launch.worker import READY, Failure, Success
+from autopart.runtime.launch.starting import RankProcess, Starter, device_env, local_env, spawned
+from autopart.runtime.launch.worker import PARENT_VARIABLE, READY, Failure, Success
 from autopart.runtime.watch.launcher import STOPPED_S
+from autopart.runtime.watch.processes import state_of
 from autopart.runtime.watch.states import no_answer, state_of_rank
 from autopart.runtime.watch.stop_signals import StopSignals
 
 GRACE_S = 1.0  # for other reports to arrive after the first failure, and again between SIGTERM and SIGKILL
+KEEP_S = 10.0  # for the others to learn that a rank is lost, if they keep their state in memory then
 CLOSE_S = 5.0  # for an orderly exit
 POLL_S = 0.25  # a dead process whose pipes live on in a forked child of its own is noticed after this
-PARENT_VARIABLE = "AUTOPART_PARENT"
-
-_starting = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ class Member:
     """One worker process as the parent sees it."""
 
     rank: int
-    process: SpawnProcess
+    process: RankProcess
     conn: Connection
 
 
@@ -58,17 +57,17 @@ class Fleet:
     def __init__(
         self, world: int, deadline: float | None = None, generation: int = 0, stop: StopSignals | None = None,
         grace_s: float = 0.0, living: Living | None = None, join_at: float = math.inf,
+        env: Mapping[str, str] = MappingProxyType({}), start: Starter = spawned,
     ) -> None:  # fmt: skip
         """Start the processes and wait until all are up.  deadline: in time.monotonic() seconds.
         generation: how often the ranks were restarted before.  stop: signals to this process, which are passed on to
         the ranks.  grace_s: seconds that they then have to end after SIGTERM.  living: the devices of the ranks, under
         an elastic launch.  join_at: when the ranks are asked to stop so that others can join, in time.monotonic()
-        seconds.
+        seconds.  env: more variables of the ranks.  start: starts a process.
 
         Raises UsageError if the main script lacks its guard, WorkerError if a process does not come up.
         """
-        spawn = multiprocessing.get_context("spawn")
-        self._statuses = [spawn.RawValue(SharedStatus) for _ in range(world)]
+        self._statuses: list[SharedStatus] = []
         self.members: list[Member] = []
         self._store: Any = None
         self._stop, self._grace_s = stop, grace_s
@@ -80,7 +79,11 @@ class Fleet:
         """Why it failed, if it did."""
         atexit.register(self.kill)
         try:
-            self._start(world, self.open_store() | {RESTART_VARIABLE: str(generation)})
+            own = {RESTART_VARIABLE: str(generation), **env, **self.open_store()}
+            for rank in range(world):
+                started = start(rank, own | local_env(rank, world) | device_env(rank, living))
+                self._statuses.append(started.status)
+                self.members.append(Member(rank, started.process, started.conn))
             ups = self._collect(deadline)
             if any(ups.get(rank) != READY for rank in range(world)):
                 self._fail(ups, "starting")
@@ -98,18 +101,6 @@ class Fleet:
             "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
         return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-
-    def _start(self, world: int, env: dict[str, str]) -> None:
-        context = multiprocessing.get_context("spawn")
-        main_thread = threading.current_thread() is threading.main_thread()
-        for rank in range(world):
-            conn, theirs = context.Pipe()
-            given = rank, theirs, self._statuses[rank], main_thread
-            process = context.Process(target=worker.main, args=given, name=f"autopart-rank-{rank}")
-            with _environment(env | _local_env(rank, world) | _device_env(rank, self._living)):
-                process.start()
-            theirs.close()
-            self.members.append(Member(rank, process, conn))
 
     def run(self, call: bytes, name: str, deadline: float | None) -> list[Any]:
         """Run a pickled call on every rank and return the results by rank; raise after killing the processes."""
@@ -134,7 +125,7 @@ class Fleet:
         """Wait for one message of every rank; stop a moment after a failure, or at the deadline."""
         answers: dict[int, Any] = {}
         stopped: dict[int, float] = {}
-        before = time.monotonic()
+        before, failed_at = time.monotonic(), math.inf
         while len(answers) < len(self.members):
             now = time.monotonic()
             if deadline is not None and self._statuses[0].phase == PATIENT:
@@ -148,7 +139,9 @@ class Fleet:
                     status.asked = 1
             remaining = min(POLL_S, self._killed_at - now, POLL_S if deadline is None else deadline - now)
             if remaining <= 0:
-                break
+                if failed_at == math.inf or now >= min(self._killed_at, failed_at + self._patience_s(answers)):
+                    break
+                remaining = POLL_S
             missing = [m for m in self.members if m.rank not in answers]
             wait([s for m in missing for s in (m.conn, m.process.sentinel)], remaining)
             for member in missing:
@@ -159,7 +152,14 @@ class Fleet:
                 if first_cause([answer]) is not None:
                     limit = time.monotonic() + GRACE_S
                     deadline = limit if deadline is None else min(deadline, limit)
+                    failed_at = min(failed_at, time.monotonic())
         return answers
+
+    def _patience_s(self, answers: Collection[int]) -> float:
+        """Return for how long after a failure ranks are waited for that keep their state in memory, or will."""
+        limits = {NOTHING: 0.0, READY_TO_KEEP: KEEP_S, KEEPING: max(KEEP_S, self._grace_s)}
+        keeping = [status.keeping for rank, status in enumerate(self._statuses) if rank not in answers]
+        return max((limits[each] for each in keeping), default=0.0)
 
     def _pass_signals_on(self) -> None:
         """Pass the signals that ask this process to stop on to the ranks, which then have the grace to end."""
@@ -190,7 +190,7 @@ class Fleet:
     def kill(self) -> None:
         """End all processes now: SIGTERM, SIGKILL after a second.  Safe to call twice."""
         atexit.unregister(self.kill)
-        for end in (SpawnProcess.terminate, SpawnProcess.kill):
+        for end in (methodcaller("terminate"), methodcaller("kill")):
             alive = [m.process for m in self.members if m.process.exitcode is None]
             for process in alive:
                 end(process)
@@ -285,57 +285,20 @@ def _stopped(member: Member, since: dict[int, float]) -> Death | None:
 
     since: when each rank was first seen stopped.
     """
-    pid, now, state = member.process.pid, time.monotonic(), None
+    pid, now, state = member.process.pid, time.monotonic(), False
     if pid is not None and hasattr(os, "waitid"):
-        with suppress(ChildProcessError):
-            state = os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
-    if state is None:
+        try:
+            state = os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:  # it was forked from the template
+            state = state_of(pid) == "stopped"
+    if not state:
         since.pop(member.rank, None)
         return None
     stopped = now - since.setdefault(member.rank, now) >= STOPPED_S
     return Death(member.rank, None, now, stopped=True) if stopped else None
 
 
-def _join(processes: Sequence[SpawnProcess], seconds: float) -> None:
+def _join(processes: Sequence[RankProcess], seconds: float) -> None:
     end = time.monotonic() + seconds
     for process in processes:
         process.join(max(0.0, end - time.monotonic()))
-
-
-def _local_env(rank: int, world: int) -> dict[str, str]:
-    """Return what torchrun would set, and loopback and a fair share of the cores if the user set nothing else."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    defaults = {
-        "OMP_NUM_THREADS": str(max(1, cores // world)),
-        "GLOO_SOCKET_IFNAME": "lo" if os.uname().sysname == "Linux" else "lo0",
-    }
-    return {name: value for name, value in defaults.items() if name not in os.environ} | {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(world),
-        PARENT_VARIABLE: str(os.getpid()),
-    }
-
-
-def _device_env(rank: int, living: Living | None) -> dict[str, str]:
-    """Return what a rank of an elastic launch is told of its device."""
-    if living is None:
-        return {}
-    return {"LOCAL_RANK": str(living.devices[rank]), DEVICES_VARIABLE: living.text()}
-
-
-@contextmanager
-def _environment(changes: Mapping[str, str]) -> Iterator[None]:
-    """Change os.environ for a moment: a spawned process imports torch before any code of ours could set a variable."""
-    with _starting:
-        before = {name: os.environ.get(name) for name in changes}
-        os.environ.update(changes)
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value

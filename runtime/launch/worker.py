@@ -26,6 +26,8 @@ from autopart.runtime.activity import NOBODY, SharedStatus, leave, publish_to, s
 from autopart.runtime.effects import is_effect
 
 READY = "ready"
+PARENT_VARIABLE = "AUTOPART_PARENT"
+"""The process that started this rank: it tells a rank from processes that a rank starts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +55,16 @@ class Failure:
     at: float
 
 
-def main(rank: int, conn: Connection, status: SharedStatus, by_main_thread: bool) -> None:
+def spawned(rank: int, conn: Connection, status: SharedStatus, by_main_thread: bool) -> None:
+    """Run `main` in a process that the parent has spawned.  by_main_thread: whether its main thread did."""
+    _tie_to_parent(by_main_thread)
+    main(rank, conn, status)
+
+
+def main(rank: int, conn: Connection, status: SharedStatus) -> None:
     """Answer calls until the parent sends None or is gone: a pickled (function, arguments), and the function's name.
 
-    status: of this rank, shared with the parent.  by_main_thread: whether the parent's main thread starts the process.
-    """
-    _tie_to_parent(by_main_thread)
+    status: of this rank, shared with the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal: the parent handles it
     publish_to(status)
     try:
@@ -167,7 +173,13 @@ def _tie_to_parent(by_main_thread: bool) -> None:
 
     threading.Thread(target=watch, name="autopart-parent-watch", daemon=True).start()
     if sys.platform == "linux" and by_main_thread:
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent.pid:  # it ended before prctl
-            os._exit(1)
+        assert parent.pid is not None
+        end_with_parent(parent.pid)
+
+
+def end_with_parent(parent: int) -> None:
+    """Let the kernel kill this process when the thread of the parent ends that started it.  On Linux."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it ended before prctl
+        os._exit(1)

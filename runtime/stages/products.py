@@ -8,7 +8,7 @@ their last bits.  `torch.backends.mkldnn.enabled = False` turns oneDNN off, here
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -65,17 +65,24 @@ class _Multiplied(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        ctx.save_for_backward(left, right)
+        to_left, to_right, _ = ctx.needs_input_grad
+        ctx.save_for_backward(left if to_right else None, right if to_left else None)  # a frozen weight keeps no rows
+        ctx.shape = left.shape
         ctx.has_bias = bias is not None
         return multiply(left, right, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         left, right = ctx.saved_tensors
-        flat, rows = grads[0].reshape(-1, right.shape[1]), left.reshape(-1, right.shape[0])
-        to_left = multiply(flat, right.t()).view(left.shape) if ctx.needs_input_grad[0] else None
-        to_right = multiply(rows.t(), flat) if ctx.needs_input_grad[1] else None
+        flat = grads[0].reshape(-1, grads[0].shape[-1])
+        to_left = multiply(flat, right.t()).view(ctx.shape) if ctx.needs_input_grad[0] else None
+        to_right = multiply(left.reshape(-1, ctx.shape[-1]).t(), flat) if ctx.needs_input_grad[1] else None
         return to_left, to_right, flat.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
+
+
+def times(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return x @ weight + bias by the faster kernel, with derivatives.  Shapes: as for `multiply`."""
+    return _linear(x, weight.t(), bias)
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -106,6 +113,7 @@ _KERNELS: dict[Any, Callable[..., torch.Tensor]] = {
 }
 
 
-def kernel_of(target: Any) -> Any:
-    """Return what computes a product with a weight in the code of a stage; any other op, as it is."""
-    return _KERNELS.get(target, target) if are_faster() else target
+def kernel_of(target: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Return what computes a product with a weight in the code of a stage; any other op, as it is, also `addmm` with a
+    factor (beta, alpha).  kwargs: of the call."""
+    return _KERNELS.get(target, target) if are_faster() and not kwargs else target

@@ -20,11 +20,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn.functional import linear
 
 from autopart.runtime.masters import gradient_dtype
-from autopart.runtime.stages.products import multiply, takes_onednn
+from autopart.runtime.stages.products import multiply, takes_onednn, times
 from autopart.runtime.stages.stage_module import trained_leaf
+
+_PIECE_BYTES = 4 << 20
+"""Of a product that is made before it is added: a piece of it is still in the cache then, and no plan counts it."""
 
 
 @dataclass(slots=True)
@@ -46,10 +48,14 @@ class WeightGradient:
         parameter, left = self.parameter, self.left.t()
         total = parameter.grad
         if total is not None and total.layout == torch.strided:
-            if total.dtype == left.dtype and not takes_onednn(left, self.right):
-                total.addmm_(left, self.right)
-            else:  # half precision: rounded as autograd would, and added in fp32
+            if total.dtype != left.dtype:  # half precision: rounded as autograd would, and added in fp32
                 total.add_(multiply(left, self.right))
+            elif takes_onednn(left, self.right):  # a few rows at a time, as it cannot add to what is there
+                rows = max(1, _PIECE_BYTES // total[:1].nbytes)
+                for part, own in zip(torch.split(total, rows), torch.split(left, rows), strict=True):
+                    part.add_(multiply(own, self.right))
+            else:
+                total.addmm_(left, self.right)
             return
         made = multiply(left, self.right).to(gradient_dtype(parameter))
         parameter.grad = made if total is None else made + total  # a sparse one is that of an embedding
@@ -133,6 +139,6 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tr
     if leaf is None and not torch.is_grad_enabled() and (bias is None or bias.dim() < 2):
         return multiply(x, weight.t() if transposed else weight, bias)
     if leaf is None or (bias is not None and bias.dim() > 1):
-        return linear(x, weight if transposed else weight.t(), bias)
+        return times(x, weight.t() if transposed else weight, bias)
     made: torch.Tensor = _Product.apply(x, weight, bias, (leaf,), transposed)  # type: ignore[no-untyped-call]
     return made

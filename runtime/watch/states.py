@@ -16,6 +16,8 @@ from autopart.runtime.activity import AWAY, BUSY, EVERYONE, JOINING, NOBODY, PAT
 
 LEFT_S = 2.0
 """Seconds that a message of a rank which has left may take to arrive."""
+REJOINS_S = 20.0
+"""Seconds after which a rank that opens a group has left the one in which others wait for it; opening takes less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,15 @@ def verdict(
                 where=states[me].doing,
                 why=_all_lines(states.values()),
                 fix="let every rank make the same calls in the same order; close the pipe on all ranks",
+            )
+    if states[me].phase != JOINING and not roots:
+        elsewhere = [state for state in states.values() if state.phase == JOINING and state.still_s >= REJOINS_S]
+        if elsewhere and waited_s >= REJOINS_S:
+            return WorkerError(
+                f"{elsewhere[0].name} has left the group and opens another one, and rank {me} waits for it",
+                where=states[me].doing,
+                why=_all_lines(states.values()),
+                fix="close the pipe on all ranks before the model is compiled again on any of them",
             )
     planning = any(root.phase == PATIENT for root in roots)
     limit_s = planning_s if planning else limit_s

@@ -144,14 +144,6 @@ def test_devices_idle_because_of_what_was_asked_for(options: dict[str, Any], rea
     assert reason in plan_of(layers(8), cluster(5), rows=(4,) * 4, **options).notes
 
 
-def test_buffers_that_replicas_update_are_their_own_and_noted() -> None:
-    g = graph("a:9 #0 +w:8 <- x; b:9 #0 <- a", input_bytes=0)
-    g = replace(g, updates=(("w", "a"),))
-    for replicas, said in ((1, False), (2, True)):
-        p = plan_of(g, cluster(2), rows=(4,), stages=1, replicas=replicas)
-        assert any("BatchNorm are per replica" in note for note in p.notes) is said
-
-
 def test_auto_takes_the_faster_and_1f1b_on_a_tie() -> None:
     free_links = graph("; ".join(f"v{i}:3 #0 <- {f'v{i - 1}' if i else 'x'}" for i in range(4)), input_bytes=0)
     assert plan_of(free_links, cluster(4)).schedule == "1f1b"

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from autopart.runtime.stages import products
+from autopart.runtime.stages import products, weight_gradients
+from autopart.runtime.stages.products import multiply
 from autopart.runtime.stages.weight_gradients import WeightGradient, product
 
 ROWS, OUT, GIVEN = 96, 160, 144
@@ -87,9 +88,9 @@ def test_costs_measure_the_kernel_with_its_derivative(op: str) -> None:
     weight.requires_grad_()
     given = {"linear": (x, weight, bias), "addmm": (bias, x, weight), "mm": (x, weight)}[op]
     target = getattr(torch.ops.aten, op).default
-    assert products.kernel_of(target) is not target
+    assert products.kernel_of(target, {}) is not target
     results = []
-    for code in (products.kernel_of(target), target):
+    for code in (products.kernel_of(target, {}), target):
         result = code(*given)
         results.append([result, *torch.autograd.grad(result.square().sum(), given)])
     for one, other in zip(*results, strict=True):
@@ -97,7 +98,7 @@ def test_costs_measure_the_kernel_with_its_derivative(op: str) -> None:
 
 
 def test_other_ops_have_no_other_kernel() -> None:
-    assert products.kernel_of(torch.ops.aten.tanh.default) is torch.ops.aten.tanh.default
+    assert products.kernel_of(torch.ops.aten.tanh.default, {}) is torch.ops.aten.tanh.default
 
 
 def test_the_switch_of_torch_turns_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,3 +110,35 @@ def test_the_switch_of_torch_turns_it_off(monkeypatch: pytest.MonkeyPatch) -> No
         assert not products.are_faster()
     finally:
         torch.backends.mkldnn.enabled = True
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_frozen_weight_takes_the_kernel_that_costs_expect_and_keeps_no_rows(transposed: bool) -> None:
+    x, weight, bias = made(3, ROWS, GIVEN).requires_grad_(), made(OUT, GIVEN, seed=1), made(OUT, seed=2)
+    weight = weight if transposed else weight.t().contiguous()
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        result = product(x, weight, bias, transposed)
+    right = weight.t() if transposed else weight
+    assert torch.equal(result, products.multiply(x.detach(), right, bias))
+    assert [t.untyped_storage().data_ptr() for t in saved] == [weight.untyped_storage().data_ptr()]
+    result.backward(torch.ones_like(result))
+    exact = torch.ones_like(result).double() @ right.double().t()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad.double(), exact, rtol=1e-5, atol=1e-3)
+
+
+def test_a_product_that_is_added_takes_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_gradients, "_PIECE_BYTES", 32 * GIVEN * 4)
+    sizes: list[tuple[int, ...]] = []
+    monkeypatch.setattr(weight_gradients, "multiply", lambda a, b: sizes.append((*a.shape, *b.shape)) or multiply(a, b))
+    parameter, left, right = torch.nn.Parameter(made(OUT, GIVEN)), made(ROWS, OUT, seed=1), made(ROWS, GIVEN, seed=2)
+    parameter.grad = made(OUT, GIVEN, seed=3)
+    expected = parameter.grad.double() + left.double().t() @ right.double()
+    WeightGradient(parameter, left, right).add()
+    assert sizes == [(32, ROWS, ROWS, GIVEN)] * (OUT // 32)
+    torch.testing.assert_close(parameter.grad.double(), expected, rtol=1e-5, atol=1e-4)
+
+
+def test_a_product_with_a_factor_stays_with_torch() -> None:
+    assert products.kernel_of(torch.ops.aten.addmm.default, {"beta": 0.5}) is torch.ops.aten.addmm.default

@@ -133,6 +133,14 @@ def test_a_rank_that_opens_the_group_waits_for_one_that_left_the_one_before() ->
     assert late is not None and "made no progress" in late.what
 
 
+def test_a_rank_that_opens_another_group_is_not_waited_for_in_the_one_before() -> None:
+    states = world(rank(0, EVERYONE, "call 1: compile"), rank(1, waits_for(0), "opening", phase=JOINING))
+    assert verdict(0, states, 19.0, limit_s=600.0) is None  # the first group may still be opened
+    assert verdict(1, states, 50.0, limit_s=600.0) is None
+    found = verdict(0, states, 21.0, limit_s=600.0)
+    assert found is not None and found.what.startswith("rank 1 (stage 1) has left the group and opens another one")
+
+
 def test_a_rank_that_goes_on_while_it_is_looked_at_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     status = SharedStatus(waits=waits_for(1))
     monkeypatch.setattr(activity, "_status", status)

@@ -90,3 +90,33 @@ def test_a_plan_for_the_slow_device_expects_it_to_be_slow() -> None:
 @pytest.mark.parametrize("computed", [(0.0, 0.0), (10.0, 0.0)])
 def test_ranks_that_are_not_measured_are_not_judged(computed: tuple[float, ...]) -> None:
     assert noting(following(1, 1), *computed).slowness() == (1.0, 1.0)
+
+
+def test_a_rank_is_judged_beside_its_own_first_steps() -> None:
+    """The costs of its stage are too high: by the plan alone it would stand at 1.8."""
+    speeds = noting(following(1, 1), 10, 6)
+    assert speeds.stragglers() == {} and speeds.slowness() == (1.0, 1.0)
+    assert noting(speeds, 10, 18).stragglers() == {1: pytest.approx(3.0)}
+    assert speeds.judge() == pytest.approx((1.0, 3.0))
+    assert noting(speeds, 10, 18).stragglers() == {}
+    assert noting(speeds, 10, 6).stragglers() == {1: pytest.approx(1.0)}
+
+
+def test_first_steps_of_a_slow_rank_are_not_usual() -> None:
+    speeds = noting(following(1, 1), 10, 30)
+    assert speeds.stragglers() == {1: pytest.approx(3.0)}
+    assert noting(speeds, 10, 14, steps=WINDOW).stragglers() == {}
+    assert noting(speeds, 10, 30, steps=WINDOW).stragglers() == {1: pytest.approx(30 / 14)}
+
+
+def test_a_new_plan_has_first_steps_of_its_own() -> None:
+    speeds = noting(following(1, 1), 10, 6)
+    speeds.follow(plan(Stage(("a",), (0,)), Stage(("b",), (1,))), cluster(1, 1))
+    assert noting(speeds, 10, 14).slowness() == (1.0, 1.0)
+
+
+def test_a_rank_is_named_by_its_new_speed_alone() -> None:
+    """After half of the steps, a median of both halves would lie between both speeds."""
+    speeds = noting(following(1, 1), 10, 10)
+    assert noting(speeds, 10, 30, steps=WINDOW // 2).stragglers() == {}
+    assert noting(speeds, 10, 30, steps=1).stragglers() == {1: 3.0}

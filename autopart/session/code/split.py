@@ -57,7 +57,7 @@ def stage_module(
     if eager:
         code = merge_ops(code, graph.inputs)
     if eager or deferrable or are_faster():
-        code = accumulate_in_place(code, captured.tensors, deferrable=deferrable)
+        code = accumulate_in_place(code, captured.tensors, deferrable=deferrable, eager=eager)
     return code
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopart.runtime.stages.products import are_faster
+from autopart.runtime.stages.products import are_faster, kernel_of
 from autopart.runtime.stages.recompute import RecomputedGroup
 from autopart.runtime.stages.stage_module import StageModule
 from autopart.runtime.stages.weight_gradients import product
@@ -27,13 +27,14 @@ where there is a faster kernel (`stages.products`) half of the product."""
 
 
 def accumulate_in_place(
-    code: StageModule, tensors: Mapping[str, torch.Tensor], *, deferrable: bool = False
+    code: StageModule, tensors: Mapping[str, torch.Tensor], *, deferrable: bool = False, eager: bool = True
 ) -> StageModule:
     """Let products with a large trainable parameter, or a cast of one, add its gradient into `.grad`; return the code.
 
     Other uses of a parameter, and parameters with another layout than that of their gradient, stay as they are.
     tensors: the model's, by name.  deferrable: whether a backward of weights is to compute these products: then small
-    parameters count too, since what is not rewritten runs in the backward of inputs.  O(nodes).
+    parameters count too, since what is not rewritten runs in the backward of inputs.  eager: whether other products
+    take the faster kernel too, as costs expect; a compiler has its own.  O(nodes).
     """
     least = 0 if deferrable else LEAST_ELEMENTS
     given = code.module.graph.find_nodes(op="placeholder")
@@ -42,7 +43,7 @@ def accumulate_in_place(
         for node, name in zip(given, code.params, strict=False)
         if _is_weight(tensors[code.casts[name][0] if name in code.casts else name], least)
     }
-    _rewrite(code.module, weights)
+    _rewrite(code.module, weights, eager=eager)
     return code
 
 
@@ -56,15 +57,17 @@ def _is_weight(tensor: torch.Tensor, least: int) -> bool:
     )
 
 
-def _rewrite(module: fx.GraphModule, weights: Collection[fx.Node]) -> None:
+def _rewrite(module: fx.GraphModule, weights: Collection[fx.Node], *, eager: bool) -> None:
     for node in list(module.graph.nodes):
         if node.op == "call_module":
             group = module.get_submodule(str(node.target))
             assert isinstance(group, RecomputedGroup)
             inner = group.body.graph.find_nodes(op="placeholder")
-            _rewrite(group.body, {own for own, arg in zip(inner, node.args, strict=True) if arg in weights})
+            inside = {own for own, arg in zip(inner, node.args, strict=True) if arg in weights}
+            _rewrite(group.body, inside, eager=eager)
         elif node.target in _PRODUCTS and not node.kwargs:
             _replace(node, weights)
+            node.target = kernel_of(node.target, node.kwargs) if eager else node.target
     module.recompile()
 
 

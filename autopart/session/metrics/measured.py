@@ -5,19 +5,18 @@ from __future__ import annotations
 import logging
 import resource
 import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass
 
 import torch
 
 from autopart.capture import Captured
-from autopart.costs.sources import costed
 from autopart.ir.actions import COMPUTE, FORWARD
 from autopart.ir.cluster import Cluster
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan
+from autopart.passes.ops.model_flops import model_flops
 from autopart.report.page.memory import rank_peaks
-from autopart.report.throughput import PASSES
 from autopart.session.metrics.meter import DRIFT_STEPS, Meter, Work, differs
 from autopart.session.metrics.metrics import Metrics
 from autopart.session.session import Session
@@ -148,14 +147,11 @@ def _work_of(session: Session, meter: Meter) -> Work:
 
 
 def _work(captured: Captured, cluster: Cluster) -> Work:
-    graph = costed(captured, cluster.devices[0], "analytic").graph
-    values, by_dtype = graph.value_map(), Counter[str]()
-    for op in graph.ops:
-        if op.writes:
-            by_dtype[values[op.writes[0]].dtype] += op.cost.flops
-    dtype = max(by_dtype, key=by_dtype.__getitem__)
+    graph = captured.graph
+    flops = model_flops(graph)
+    dtype = max(flops, key=flops.__getitem__)
     peak_rate = sum(device.rate(dtype) for device in cluster.devices)
-    return Work(captured, PASSES * sum(by_dtype.values()) / graph.rows, float(peak_rate), _tokens_of_a_row(graph))
+    return Work(captured, sum(flops.values()) / graph.rows, float(peak_rate), _tokens_of_a_row(graph))
 
 
 def _tokens_of_a_row(graph: Graph) -> int:

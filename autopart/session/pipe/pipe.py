@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,9 @@ from autopart.session.asynchronous.limits import refuse_in_training, require_str
 from autopart.session.asynchronous.training import Training
 from autopart.session.pipe.measured import PipeMeasured, gathered
 from autopart.session.session import Session
-from autopart.session.state.checkpoints.saver import Around, HasState, Request, Saver, require_folder
+from autopart.session.state.checkpoints.around import Around, HasState
+from autopart.session.state.checkpoints.rescue import Kept, Rescue
+from autopart.session.state.checkpoints.saver import Request, Saver, require_folder
 from autopart.session.state.misuse_guards import (
     outside_inference_mode,
     refuse_without_gradients,
@@ -53,7 +56,7 @@ class Pipe(PipeMeasured):
     def __init__(self, captures: CaptureCache, cluster: Cluster, options: Options, sample: Any = None) -> None:
         super().__init__(captures, cluster, options)
         self._unwatch: Callable[[], None] = lambda: None
-        self._saver = Saver()
+        self._saver, self._rescue = Saver(), Rescue()
         self._position = DataPosition()
         self.companions["data"] = self._position
         if sample is not None:
@@ -71,6 +74,7 @@ class Pipe(PipeMeasured):
         self._session = session
         self._speeds.follow(session.plan, self._cluster)
         session.calls.pending, session.calls.forget = self._saver.failure, self._saver.forget
+        session.calls.broken = partial(self._rescue.keep, session, self._around)
         take_masters(session, self._restored)
         self._unwatch = watch_optimizers(session.world.size, lambda: session.tensors, session.kept)
         return session
@@ -111,6 +115,7 @@ class Pipe(PipeMeasured):
         refuse_ambiguous("samples", samples, self._captures.model, by_keywords=not args)
         session = self._session or self._bring_up((args, kwargs), sharded=sharded)
         refuse_in_training(session.plan, "pipe.step(batch)")
+        self._rescue.begin_step(self._around)
         scaler, how = self.scaler, self._options.non_finite
         known = 1.0 if scaler is None else scaler.scale
         unscaled = known if scaler is not None or how != "auto" else None
@@ -231,9 +236,10 @@ class Pipe(PipeMeasured):
         Raises CheckpointError on all ranks; the pipe and earlier checkpoints are then as before.
         """
         require_folder(folder, keep)
+        self._follow(kept := Kept(folder, optimizer, scheduler, extra))
         with self.session.call("save") as session:
             request = Request(Path(folder), extra, keep, wait)
-            return self._saver.save(session, self._around(optimizer, scheduler), request)
+            return self._saver.save(session, self._around(kept), request)
 
     def load(
         self,
@@ -253,19 +259,22 @@ class Pipe(PipeMeasured):
         missing_ok: True to change nothing and return None, instead of raising, if rank 0 finds no checkpoint there.
         """
         require_folder(folder, None)
+        kept = Kept(folder, optimizer, scheduler)
         with self.session.call("load") as session:
-            around = self._around(optimizer, scheduler)
-            document, extra = self._saver.load(session, folder, around, missing_ok=missing_ok)
-        if document is None:
-            return None
-        self._steps = document.step
-        if document.scaler is not None:
-            self._scaler.load_state_dict(document.scaler)
+            document, extra = self._saver.load(session, folder, self._around(kept), missing_ok=missing_ok)
+        if document is not None:
+            self._steps = document.step
+            if document.scaler is not None:
+                self._scaler.load_state_dict(document.scaler)
+        self._follow(replace(kept, extra=extra))
         return extra
 
-    def _around(self, optimizer: torch.optim.Optimizer | None, scheduler: HasState | None) -> Around:
+    def _around(self, kept: Kept) -> Around:
         scaler = self.scaler.state_dict() if self.scaler is not None else None
-        return Around(self._steps, scaler, optimizer, scheduler, self.companions, self._placeholder)
+        return Around(self._steps, scaler, kept.optimizer, kept.scheduler, self.companions, self._placeholder)
+
+    def _follow(self, kept: Kept) -> None:
+        self._rescue.follow(kept, self._around(kept), self.session.world.rank)
 
     # -- what it is ----------------------------------------------------------------------------------------------
 
@@ -363,6 +372,7 @@ class Pipe(PipeMeasured):
                 raise failed
         finally:
             self._stopped = session.world.stop_requested
+            self._rescue.end()
             session.close()
 
     def __enter__(self) -> Pipe:

@@ -108,9 +108,10 @@ class PipePlan(PipeState):
 
     @property
     def stragglers(self) -> Mapping[int, float]:
-        """The ranks whose devices take at least twice as long for their computes as planned, beside the other ranks,
-        and how many times as long: the median of eight steps; or at most half as long as at the last `replan`, which
-        judges them all.  Alike on all ranks, and a warning names them.  Measured in `step` on CPUs."""
+        """The ranks that take at least twice as long for their computes as planned, or 1.5 times as long as in their
+        first steps under the plan, beside the other ranks, by the median of eight steps; and how many times as long,
+        by that of the newest five.  Also those that have become so much faster since the last `replan`, which judges
+        them all.  Alike on all ranks, and a warning names them.  Measured in `step` on CPUs."""
         return self._speeds.stragglers()
 
     def _end_training(self, call: str) -> None:

@@ -20,6 +20,7 @@ NAMES = (
 )  # fmt: skip
 END = "the end of the batches"
 """Stands for the signature of a batch where the batches of a rank have ended."""
+STEP_FAILED = "a step failed"
 AS_BEFORE = "Gradients and buffers are as before it"
 _BESIDE = 2.0
 """Says that a rank's failure is of something beside the calls (`Calls.pending`); 1 is one of the call."""
@@ -47,9 +48,9 @@ class Calls:
     left: what a failure leaves behind, for messages.  pending: returns an error of something that went on beside the
     calls, None without one; the next call raises it on all ranks, before it does anything.  forget: called on all ranks
     then, since what the others find later is the same failure.  refused: calls that cannot be made now, by name, with
-    what returns the error that all ranks raise.  looked_at_late: whether ranks tell of calls that they look at only
-    after others; a rank that makes another call then ends the pipe, since the others may wait for it by the time they
-    would see that.
+    what returns the error that all ranks raise.  broken: told of a failure that ends the pipe: the call that failed,
+    and the error that came first.  looked_at_late: whether ranks tell of calls that they look at only after others; a
+    rank that makes another call then ends the pipe, since the others may wait for it by the time they would see that.
     """
 
     def __init__(self, world: World) -> None:
@@ -60,6 +61,7 @@ class Calls:
         self.pending: Callable[[], BaseException | None] = lambda: None
         self.forget: Callable[[], None] = lambda: None
         self.refused: dict[str, Callable[[], BaseException]] = {}
+        self.broken: Callable[[str, BaseException], None] = lambda doing, error: None
         self.looked_at_late = False
 
     def enter(
@@ -149,6 +151,7 @@ class Calls:
             first = self._world.end(error)
             if self._world.size > 1 and not self._world.is_known(error):
                 self.note_failure(doing, first)
+                self.broken(doing, first)
             if first is error:
                 raise
             raise first from None  # the broken connection only follows from it

@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 
+from autopart.costs.sources import costed, source_for
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import RefusedError
 from autopart.ir.plan import Decision, Plan
@@ -21,6 +22,7 @@ from autopart.session.executors.kinds import projected
 from autopart.session.placement import placement_of
 from autopart.session.ranks.agreement import from_rank, together
 from autopart.session.replanning.behind import Behind, Specs, behind_frozen, zeros
+from autopart.session.replanning.known_costs import known_costs
 from autopart.session.replanning.moving import KeptBytes, Pairs, moved_bytes, predicted_s
 from autopart.session.session import Session
 from autopart.session.session_plan import Preparing
@@ -142,7 +144,7 @@ def _proposed(
     """Return the best plan for the model as it is, and how it compares with the one that runs.  On rank 0.
 
     begun: gets what the plan begins with, if it begins behind frozen layers."""
-    options = replace(session.options, plan=None)
+    options = _asked(session, cluster)
     best = make_plan(session.captures, session.batch.plain, cluster, options)
     cache, behind, note = session.activations.cache, None, ""
     if cache is not None:
@@ -153,6 +155,7 @@ def _proposed(
     if behind is not None:
         best = behind.planned
         begun.extend(behind.kept)
+    session.costs = best.costs if cluster == session.cluster else session.costs
     now_s, decision = _running(session, cluster, options)
     same = session.activations.values == tuple(name for name, _ in begun)
     runs = same and decision is not None and best.plan.decision == decision
@@ -162,6 +165,20 @@ def _proposed(
         return _Proposal(best.plan, runs, now_s, pairs, note=note)
     once_s = behind.once_s(steps or 0)
     return _Proposal(best.plan, runs, now_s, pairs, behind.specs, behind.beside_s, once_s)
+
+
+def _asked(session: Session, cluster: Cluster) -> Options:
+    """Return the options of another plan; where devices have other speeds than at first, with costs that are known."""
+    options = replace(session.options, plan=None)
+    if cluster == session.cluster:
+        return options
+    backend, device = session.context.options.backend, session.cluster.devices[0]
+    source = source_for(options.costs, backend)
+    whole = session.captures(session.batch.plain, Size(max(session.plan.micro_rows)))
+    known = session.costs
+    if known is None or known.graph.structure_digest() != whole.graph.structure_digest():
+        known = costed(whole, device, source)
+    return replace(options, costs=known_costs(known, device, source), backend=backend)
 
 
 def _pays(behind: Behind, whole: Plan, steps: int | None) -> bool:

@@ -1,8 +1,9 @@
-"""How fast each rank computes beside what its plan says: which devices are stragglers.
+"""How fast each rank computes beside what its plan says, and beside its own first steps: which devices are stragglers.
 
 Assumes that the plan's times are right up to a factor that all ranks share; so a rank is judged beside the others.
-Wrong where a plan's costs are wrong for one stage alone: then that stage is taken for slow, by the same factor, and
-a new plan gives it less, which is right too.
+Where all ranks are about as fast as planned at first, what is left is the error of the plan's costs of each stage, and
+from then on ranks are judged beside those first steps.  Wrong where a plan's costs are far wrong for one stage alone:
+then that stage is taken for slow, by the same factor, and a new plan gives it less, which is right too.
 """
 
 from __future__ import annotations
@@ -10,16 +11,18 @@ from __future__ import annotations
 import logging
 import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from autopart.ir.cluster import Cluster, Device
 from autopart.ir.plan import Plan
 from autopart.ir.shares import Division
 
-WINDOW, SKIPPED = 8, 2
-"""Steps whose median counts, and the first ones under a plan, in which caches and pages are cold."""
-SLOW = 2.0
-"""A device is named if it takes so many times as long as was planned for, or the reverse."""
+WINDOW, RECENT, SKIPPED = 8, 5, 2
+"""Steps by whose median a rank is named, the newest of them, which say how slow it is (when more than half of the
+steps are slow, all of these are), and the first ones under a plan, in which caches and pages are cold."""
+SLOW, CHANGED = 2.0, 1.5
+"""A device is named if it takes so many times as long as was planned for, or as in its first steps under the plan; or
+the reverse."""
 _log = logging.getLogger("autopart")
 
 
@@ -30,6 +33,7 @@ class Speeds:
         self._planned: tuple[float, ...] = ()
         self._known: tuple[float, ...] = ()
         self._judged: tuple[float, ...] = ()
+        self._usual: tuple[float, ...] = ()
         self._rows: deque[Sequence[float]] = deque(maxlen=WINDOW)
         self._left = SKIPPED
         self._told: frozenset[int] = frozenset()
@@ -38,6 +42,7 @@ class Speeds:
         """Begin again under a plan for a cluster.  known: how slow the plan takes each rank for; () for 1 each."""
         self._planned = planned_ns(plan, cluster)
         self._known = self._judged = tuple(known) or (1.0,) * cluster.world
+        self._usual = ()
         self._restart()
 
     def judge(self) -> tuple[float, ...]:
@@ -57,30 +62,42 @@ class Speeds:
             return
         self._rows.append(computed_ns)
         found = self.stragglers()
+        if not found and not self._usual and len(self._rows) == WINDOW:
+            self._usual = tuple(slow / judged for slow, judged in zip(self.slowness(), self._judged, strict=True))
         new = frozenset(found) - self._told
         self._told = self._told | new
         for rank in sorted(new):
             _log.warning(
-                "rank %d takes %.1f times as long for its computes as planned for its device, beside the other ranks: "
+                "rank %d takes %.1f times as long for its computes as its device should, beside the other ranks: "
                 "pipe.replan(optimizer, steps=...) looks for a plan that fits", rank, found[rank],
             )  # fmt: skip
 
     def slowness(self) -> tuple[float, ...]:
         """Return how slow each rank is; what was known before where it is not measured yet, or has no stage."""
-        working = [rank for rank, planned in enumerate(self._planned) if planned > 0]
-        if len(self._rows) < WINDOW or len(working) < 2:
-            return self._judged
-        medians = [statistics.median(column) for column in zip(*self._rows, strict=True)]
-        if not all(medians[rank] > 0 for rank in working):
-            return self._judged
-        slow = {rank: self._known[rank] * medians[rank] / self._planned[rank] for rank in working}
-        usual = statistics.median_low(slow.values())
-        return tuple(slow[rank] / usual if rank in slow else known for rank, known in enumerate(self._known))
+        return self._slowness(list(self._rows)[-RECENT:]) if len(self._rows) == WINDOW else self._judged
 
     def stragglers(self) -> Mapping[int, float]:
         """Return the ranks whose speed has changed since they were last judged, and how slow they are."""
-        pairs = enumerate(zip(self.slowness(), self._judged, strict=True))
-        return {rank: slow for rank, (slow, before) in pairs if not 1 / SLOW < slow / before < SLOW}
+        if len(self._rows) < WINDOW:
+            return {}
+        limit = CHANGED if self._usual else SLOW
+        found = {}
+        for rank, (slow, lately) in enumerate(zip(self._slowness(self._rows), self.slowness(), strict=True)):
+            changes = [each / self._judged[rank] for each in (slow, lately)]
+            if min(changes) >= limit or max(changes) <= 1 / limit:
+                found[rank] = lately
+        return found
+
+    def _slowness(self, rows: Iterable[Sequence[float]]) -> tuple[float, ...]:
+        """Return how slow each rank was in these steps."""
+        working = [rank for rank, planned in enumerate(self._planned) if planned > 0]
+        medians = [statistics.median_low(column) for column in zip(*rows, strict=True)]
+        if len(working) < 2 or not all(medians[rank] > 0 for rank in working):
+            return self._judged
+        usual = self._usual or (1.0,) * len(self._known)
+        slow = {rank: self._known[rank] * medians[rank] / self._planned[rank] / usual[rank] for rank in working}
+        middle = statistics.median_low(slow.values())
+        return tuple(slow[rank] / middle if rank in slow else known for rank, known in enumerate(self._known))
 
 
 def planned_ns(plan: Plan, cluster: Cluster) -> tuple[float, ...]:
@@ -105,4 +122,4 @@ def _parts(division: Division, devices: Sequence[Device]) -> list[float]:
 
 def slowed(cluster: Cluster, slowness: Sequence[float]) -> Cluster:
     """Return the cluster with devices as slow as they were measured; small differences are left out."""
-    return cluster.with_speeds([1.0 if 1 / SLOW < slow < SLOW else 1 / slow for slow in slowness])
+    return cluster.with_speeds([1.0 if 1 / CHANGED < slow < CHANGED else 1 / slow for slow in slowness])

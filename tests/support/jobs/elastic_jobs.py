@@ -1,4 +1,6 @@
-"""A training run over a sampler whose ranks die and come back; rank 0 notes every step that it kept.
+"""A training run over a sampler whose ranks die and come back; every rank notes the steps that it kept.
+
+One that dies may have had no time to note a step from which the others continue.
 
 Run as a script under torchrun, with a `Run` as JSON:  torchrun ... -m support.jobs.elastic_jobs '{"folder": ...}'
 """
@@ -10,6 +12,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,16 +33,19 @@ SIZE, ROWS, WIDTH = 50, 12, 16
 class Run:
     """What the run does.
 
-    kills: for each generation of ranks the rank and the step in which it kills itself, None for none.  steps: after
+    kills: for each generation of ranks the rank and the step in which it kills itself, None for none.  later_s: of each
+    kill, seconds after the step has begun; at once by default.  steps: after
     which it ends, if `world` ranks run then.  every: steps between two checkpoints.
     """
 
     folder: str
     kills: tuple[tuple[int, int] | None, ...] = ()
+    later_s: tuple[float, ...] = ()
     steps: int = 8
     every: int = 3
     world: int = 4
     pause_s: float = 0.0
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def text(self) -> str:
         """Return it as the script takes it."""
@@ -48,7 +54,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Noted:
-    """A step that rank 0 kept, and how many ranks ran it.  at: time.time().  working: ranks that have a stage."""
+    """A step that was kept, and how many ranks ran it.  at: time.time().  working: ranks that have a stage."""
 
     generation: int
     world: int
@@ -96,7 +102,9 @@ def train(run: Run) -> tuple[int, int]:
     kill = run.kills[generation] if generation < len(run.kills) else None
     data = dataset()
     sample = data[:ROWS]
-    options: dict[str, Any] = {"loss_fn": loss_of, "costs": "analytic"}
+    options: dict[str, Any] = {"loss_fn": loss_of, "costs": "analytic"} | run.options
+    if world < run.world:
+        options.pop("replicas", None)  # fits one number of ranks
     with autopart.compile(net(), slow_cluster(run.world), sample=sample, **options) as pipe:
         optimizer = optimizer_of(pipe.parameters())
         pipe.load(run.folder, optimizer, missing_ok=True)
@@ -104,21 +112,26 @@ def train(run: Run) -> tuple[int, int]:
         while not _over(run, pipe, world):
             for x, y in DataLoader(data, batch_sampler=sampler):
                 if kill == (rank, pipe.steps):
-                    os.kill(os.getpid(), signal.SIGKILL)
+                    _kill_after(run.later_s[generation] if run.later_s else 0.0)
                 optimizer.zero_grad()
                 loss = float(pipe.step((x, y)))
                 optimizer.step()
+                samples = [round(float(number) * SIZE) for number in y[:, -1]]
+                working = len({rank for stage in pipe.plan.stages for rank in stage.ranks})
+                _note(run, Noted(generation, world, pipe.steps, loss, samples, time.time(), working))
                 time.sleep(run.pause_s)
-                if rank == 0:
-                    samples = [round(float(number) * SIZE) for number in y[:, -1]]
-                    working = len({rank for stage in pipe.plan.stages for rank in stage.ranks})
-                    _note(run, Noted(generation, world, pipe.steps, loss, samples, time.time(), working))
                 if pipe.steps % run.every == 0:
                     pipe.save(run.folder, optimizer, keep=2)
                 if _over(run, pipe, world):
                     break
         pipe.save(run.folder, optimizer, keep=2)
         return generation, pipe.steps
+
+
+def _kill_after(seconds: float) -> None:
+    if not seconds:
+        os.kill(os.getpid(), signal.SIGKILL)
+    threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
 
 def _over(run: Run, pipe: autopart.Pipe, world: int) -> bool:
@@ -131,9 +144,13 @@ def _note(run: Run, noted: Noted) -> None:
 
 
 def every_step(folder: str) -> list[Noted]:
-    """Return all steps in the order in which they ran; those that a checkpoint does not have come again."""
+    """Return all steps in the order in which they ran; those that were lost come again."""
     whole = [line for line in Path(folder, "steps").read_text().split("\n")[:-1] if line.endswith("}")]
-    return [Noted(**json.loads(line)) for line in whole]
+    steps: dict[tuple[int, int], Noted] = {}
+    for line in whole:
+        each = Noted(**json.loads(line))
+        steps.setdefault((each.generation, each.step), each)
+    return list(steps.values())
 
 
 def noted(folder: str) -> list[Noted]:

@@ -184,3 +184,41 @@ def finish_unheeding() -> int:
     while not current().asked:
         time.sleep(0.05)
     return generation
+
+
+def about_this_process() -> dict[str, object]:
+    """Return what a script may ask of its process, without what differs between any two of them."""
+    import multiprocessing
+
+    import torch
+
+    own = {"MASTER_PORT", "AUTOPART_PARENT", "LINES", "COLUMNS"}  # the last two are set by readline, behind Python
+    return {
+        **{name: value for name, value in os.environ.items() if name not in own},
+        "arguments": sys.argv,
+        "path": sys.path,
+        "folder": os.getcwd(),
+        "name": multiprocessing.current_process().name,
+        "method": multiprocessing.get_start_method(allow_none=True),
+        "main": sys.modules["__main__"].__name__,
+        "signals": [str(signal.getsignal(number)) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)],
+        "threads": torch.get_num_threads(),
+        "input": sys.stdin.read(),
+    }
+
+
+def unseeded_numbers() -> tuple[float, float, float]:
+    """Return a random number of Python, one of numpy and one of torch, without a seed."""
+    import random
+
+    import numpy
+    import torch
+
+    return random.random(), float(numpy.random.random()), float(torch.rand(()))
+
+
+def die_on_rank_1() -> None:
+    """Kill rank 1, while the others wait for a while."""
+    if rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(20)

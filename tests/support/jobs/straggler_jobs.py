@@ -63,14 +63,16 @@ def shares(plan: autopart.Plan, rank: int) -> float:
     return own / whole
 
 
-def train(world: int, slow_rank: int, more: int, **options: Any) -> tuple[list[float], int, bool, float, float]:
+def train(
+    world: int, slow_rank: int, more: int, costs: str = "analytic", **options: Any
+) -> tuple[list[float], int, bool, float, float]:
     """Train 12 steps, then with a slow rank until it is named, and some more under a new plan.
 
     Returns the losses, after how many slow steps it was named (0: never within 40), whether a plan was adopted, and
     the part of the work that the slow rank had before and has then."""
     torch.set_num_threads(1)
     named, losses = 0, []
-    asked: dict[str, Any] = {"loss_fn": nn.functional.mse_loss, "costs": "analytic", **options}
+    asked: dict[str, Any] = {"loss_fn": nn.functional.mse_loss, "costs": costs, **options}
     with autopart.compile(net(), f"cpu:{world}", sample=batch(0), **asked) as pipe:
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,9 @@ from autopart.session.session import Session
 from autopart.session.state.checkpoints.optimizers import OptimizerPart, part_of
 from autopart.session.state.checkpoints.shares import writers
 from autopart.session.state.companions import Companion
+
+_ALIGNED = 64
+"""Bytes to whose multiples the copy of a tensor is aligned, as torch aligns its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,20 +37,26 @@ class Contents:
 
         earlier: copies that nobody reads any more; their memory is used again, since new memory costs more time than
         the copy into it."""
-        before = earlier or Contents({}, {}, None)
-        weights, more = _copies(self.weights, before.weights), _copies(self.more, before.more)
-        return Contents(weights, more, self.optimizer)
+        own = [*self.weights.values(), *self.more.values()]
+        old = [] if earlier is None else [*earlier.weights.values(), *earlier.more.values()]
+        if [(each.shape, each.dtype) for each in old] != [(each.shape, each.dtype) for each in own]:
+            old = _in_one_piece(own)
+        copies = [target.copy_(tensor.detach()) for target, tensor in zip(old, own, strict=True)]
+        weights = dict(zip(self.weights, copies, strict=False))
+        return Contents(weights, dict(zip(self.more, copies[len(weights) :], strict=True)), self.optimizer)
 
 
-def _copies(tensors: Mapping[str, torch.Tensor], earlier: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    found = {}
-    for name, tensor in tensors.items():
-        old = earlier.get(name)
-        if old is not None and old.shape == tensor.shape and old.dtype == tensor.dtype:
-            found[name] = old.copy_(tensor.detach())
-        else:
-            found[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor.detach())
-    return found
+def _in_one_piece(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return new tensors like these in host memory, all in one allocation.
+
+    It lives as long as the pipe.  Many small ones would take the memory between those that come and go in a step, which
+    then find none of their size."""
+    starts = [0, *itertools.accumulate(-(-tensor.nbytes // _ALIGNED) * _ALIGNED for tensor in tensors)]
+    memory = torch.empty(starts[-1], dtype=torch.uint8)
+    return [
+        memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for tensor, start in zip(tensors, starts, strict=False)
+    ]
 
 
 def contents_of(
@@ -55,27 +65,35 @@ def contents_of(
     companions: Mapping[str, Companion],
     placeholder: nn.Parameter,
 ) -> Contents:
-    """Return what this rank writes; the tensors are the live ones.  Local.
+    """Return what this rank writes, so that all ranks write each tensor once; the tensors are the live ones.  Local.
 
     placeholder: the parameter of a rank that has none.  Raises CheckpointError for what cannot be saved."""
+    sizes = {name: tensor.nbytes for name, tensor in own_state(session).items()}
+    writer = writers(sizes, session.context.placement, updated_buffers(session), session.world.size)
+    mine = [name for name in sizes if writer[name] == session.world.rank]
+    return contents_with(session, mine, optimizer, companions, placeholder)
+
+
+def contents_with(
+    session: Session,
+    mine: Collection[str],
+    optimizer: torch.optim.Optimizer | None,
+    companions: Mapping[str, Companion],
+    placeholder: nn.Parameter,
+) -> Contents:
+    """Return these tensors of the model, and all that belongs to them, as `contents_of` does.  mine: names of
+    parameters and buffers whose newest value this rank has."""
     session.tensors.masters.write()
-    rank, held = session.world.rank, session.tensors.held
-    own = own_state(session)
-    sizes = {name: tensor.nbytes for name, tensor in own.items()}
-    updated = frozenset(buffer for buffer, _ in session.graph.updates)
-    writer = writers(sizes, session.context.placement, updated, session.world.size)
-    mine = [name for name in own if writer[name] == rank]
+    held, own, chosen = session.tensors.held, own_state(session), frozenset(mine)
     weights = {name: held.get(name, own[name]) for name in mine}
     more: dict[str, torch.Tensor] = {
-        f"{MASTER}/{name}": t for name, t in session.tensors.masters.by_name.items() if writer.get(name) == rank
+        f"{MASTER}/{name}": t for name, t in session.tensors.masters.by_name.items() if name in chosen
     }
     part = part_of(optimizer, driven_names(session, placeholder)) if optimizer is not None else None
     if part is not None:
-        more |= {f"{OPTIMIZER}/{key}/{name}": t for (name, key), t in part.tensors.items() if writer[name] == rank}
+        more |= {f"{OPTIMIZER}/{key}/{name}": t for (name, key), t in part.tensors.items() if name in chosen}
     for title, companion in companions.items():
-        more |= {
-            f"{COMPANION}/{title}/{name}": t for name, t in companion.tensors().items() if writer.get(name) == rank
-        }
+        more |= {f"{COMPANION}/{title}/{name}": t for name, t in companion.tensors().items() if name in chosen}
     for name, tensor in {**weights, **more}.items():
         if tensor.layout != torch.strided or tensor.is_meta:
             raise CheckpointError(
@@ -84,6 +102,11 @@ def contents_of(
                 fix="make it a dense tensor with values",
             )
     return Contents(weights, more, part)
+
+
+def updated_buffers(session: Session) -> frozenset[str]:
+    """Return the buffers that change in training."""
+    return frozenset(buffer for buffer, _ in session.graph.updates)
 
 
 def own_state(session: Session) -> dict[str, torch.Tensor]:

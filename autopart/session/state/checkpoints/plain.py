@@ -16,17 +16,11 @@ from autopart.files.checkpoints.document import OPTIMIZER, Document, read_docume
 from autopart.files.checkpoints.folders import Root, checkpoint_at
 from autopart.files.checkpoints.stored import opened
 from autopart.files.checkpoints.values import decoded, encoded
+from autopart.session.state.checkpoints.around import HasState, saved_scheduler, scheduler_state, version
 from autopart.session.state.checkpoints.contents import Contents, tied_once
 from autopart.session.state.checkpoints.loading import Wanted, adopt_optimizer, staged, value_for
 from autopart.session.state.checkpoints.optimizers import joined, part_of
-from autopart.session.state.checkpoints.saver import (
-    HasState,
-    require_folder,
-    saved_scheduler,
-    scheduler_state,
-    unwritable,
-    version,
-)
+from autopart.session.state.checkpoints.saver import require_folder, unwritable
 from autopart.session.state.checkpoints.saving import Draft, config_text, publish, write_part
 
 

@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from autopart.files.checkpoints.document import Document, read_document
-from autopart.files.checkpoints.folders import Root, checkpoint_at, found_at
+from autopart.files.checkpoints.document import Document
+from autopart.files.checkpoints.folders import Root
 from autopart.files.checkpoints.stored import opened
-from autopart.files.checkpoints.values import decoded, encoded
+from autopart.files.checkpoints.values import decoded
 from autopart.ir.errors import CheckpointError, UsageError
 from autopart.session.ranks.agreement import from_rank, together
 from autopart.session.session import Session
+from autopart.session.state.checkpoints.around import Around, Told, document_of, saved_scheduler
 from autopart.session.state.checkpoints.contents import Contents, contents_of, driven_names, own_state
 from autopart.session.state.checkpoints.loading import Staged, Wanted, adopt_optimizer, staged, value_for
-from autopart.session.state.checkpoints.optimizers import OptimizerPart, joined
+from autopart.session.state.checkpoints.rescued import forget, newest_at
 from autopart.session.state.checkpoints.saving import (
     Background,
     Draft,
@@ -35,35 +34,9 @@ from autopart.session.state.checkpoints.saving import (
     wait_for_parts,
     write_part,
 )
-from autopart.session.state.companions import Companion
 
 T = TypeVar("T")
-_SAVING, _SCHEDULER = "saving a checkpoint", "the state of the scheduler"
-
-
-class HasState(Protocol):
-    """A learning rate scheduler, or another object with torch's two methods."""
-
-    def state_dict(self) -> Mapping[str, Any]:
-        """Return its state."""
-
-    def load_state_dict(self, state: Any) -> Any:
-        """Take over a state."""
-
-
-@dataclass(frozen=True, slots=True)
-class Around:
-    """What is saved beside the tensors of the model, on this rank.
-
-    step: training steps taken.  scaler: state of the loss scaler, None without one.  placeholder: the parameter of a
-    rank without any."""
-
-    step: int
-    scaler: dict[str, Any] | None
-    optimizer: torch.optim.Optimizer | None
-    scheduler: HasState | None
-    companions: Mapping[str, Companion]
-    placeholder: nn.Parameter
+_SAVING = "saving a checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +64,8 @@ class Saver:
         self.settle(session)
         with together(world, _SAVING):
             contents = contents_of(session, around.optimizer, around.companions, around.placeholder)
-            mine = _Told.of(contents.optimizer, around, request.extra)
-        document = _document(session, world.gather_objects(mine), around.step)
+            mine = Told.of(contents.optimizer, around, request.extra)
+        document = document_of(session, world.gather_objects(mine), around.step)
         folder = from_rank(world, 0, _SAVING, partial(self._begin, request.folder, around.step))
         draft = Draft(folder, document, world.rank)
         publishing = partial(self._publish, draft, request, session.captures.model)
@@ -122,7 +95,9 @@ class Saver:
     def _publish(self, draft: Draft, request: Request, model: nn.Module) -> Path:
         root = self.root
         assert root is not None
-        return _written(lambda: publish(draft, root, request.keep, config_text(model)), draft)
+        path = _written(lambda: publish(draft, root, request.keep, config_text(model)), draft)
+        forget(request.folder)
+        return path
 
     def _in_background(
         self, draft: Draft, contents: Contents, publishing: Callable[[], Path], give_up: threading.Event
@@ -200,15 +175,12 @@ class Saver:
         world = session.world
         self.settle(session)
 
-        def read() -> tuple[Path, Document | None]:
-            path = found_at(folder) if missing_ok else checkpoint_at(folder)
-            return (path, read_document(path)) if path is not None else (Path(folder), None)
-
-        path, document = from_rank(world, 0, "loading a checkpoint", read)
+        own = own_state(session)
+        newest = partial(newest_at, folder, own, missing_ok=missing_ok)
+        path, document = from_rank(world, 0, "loading a checkpoint", newest)
         if document is None:
             return None, None
         names = driven_names(session, around.placeholder)
-        own = own_state(session)
         held, owners = session.tensors.held, session.context.placement.owners
         like = {name: tensor for name, tensor in own.items() if name in held or name not in owners}
         with together(world, "loading a checkpoint"):
@@ -247,73 +219,12 @@ def _erased(draft: Draft) -> Iterator[None]:
         raise
 
 
-@dataclass(frozen=True, slots=True)
-class _Told:
-    """What each rank tells the others before a checkpoint is written; everything but `optimizer` has to be alike."""
-
-    optimizer: OptimizerPart | None
-    alike: dict[str, Any]
-
-    @classmethod
-    def of(cls, part: OptimizerPart | None, around: Around, extra: Any) -> _Told:
-        alike = {
-            "scaler": around.scaler,
-            "scheduler": scheduler_state(around.scheduler),
-            "companions": {title: encoded(each.state(), title) for title, each in around.companions.items()},
-            "extra": encoded(extra, "extra"),
-        }
-        return cls(part and part.without_tensors(), alike)
-
-
-def _document(session: Session, told: list[_Told], step: int) -> Document:
-    """Return the document of a checkpoint, without its files; raises on all ranks alike if the ranks differ."""
-    try:
-        for rank, each in enumerate(told):
-            differing = [key for key, value in told[0].alike.items() if each.alike[key] != value]
-            if differing and differing[0] != "extra":
-                raise CheckpointError(
-                    f"the {differing[0]} of ranks 0 and {rank} differ", fix="make and step it alike on every rank"
-                )
-        optimizer = joined([each.optimizer for each in told])
-    except CheckpointError as error:
-        raise session.world.known(error) from None
-    return Document(
-        step,
-        torch.__version__,
-        version(),
-        {},
-        seed=session.options.seed,
-        world=session.world.size,
-        precision=session.plan.provenance.precision,
-        optimizer=optimizer,
-        plan=json.loads(json.dumps(asdict(session.plan))),
-        **told[0].alike,
-    )
-
-
-def scheduler_state(scheduler: HasState | None) -> Any:
-    """Return the state of a scheduler as a checkpoint keeps it, None without one."""
-    return None if scheduler is None else encoded(dict(scheduler.state_dict()), _SCHEDULER)
-
-
-def saved_scheduler(document: Document, scheduler: HasState | None) -> Any:
-    """Return the saved state for a scheduler.  Raises CheckpointError if there is none for it."""
-    if scheduler is not None and document.scheduler is None:
-        raise CheckpointError("the checkpoint holds no state of a scheduler", fix="load without scheduler=")
-    return decoded(document.scheduler, _SCHEDULER)
-
-
 def _written(work: Callable[[], T], draft: Draft) -> T:
     """Run a part of the writing; errors of the system become CheckpointError."""
     try:
         return work()
     except OSError as error:
         raise unwritable(draft.folder, error) from error
-
-
-def version() -> str:
-    """Return the version of autopart."""
-    return str(sys.modules["autopart"].__version__)
 
 
 def unwritable(folder: Path, error: OSError) -> CheckpointError:

@@ -36,7 +36,17 @@ _NICE = 19
 """Lowest priority: a save in the background uses the time that training leaves."""
 _WORTH_A_FILE = 1 << 20
 """Bytes of a tensor that may go into a second file."""
-_FILES = TypeAdapter(dict[str, Written])
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank has written.  files: with their sizes and hashes.  weights: the names of those in its files."""
+
+    files: dict[str, Written]
+    weights: tuple[str, ...]
+
+
+_PART = TypeAdapter(Part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +65,7 @@ def write_part(draft: Draft, contents: Contents) -> None:
     parts[f"state-{number}"], parts[f"state-{number}-2"] = _halves(contents.more)
     files = {f"{name}.safetensors": tensors for name, tensors in parts.items() if tensors}
     written = _at_once({name: partial(write_tensors, draft.folder / name, files[name]) for name in files})
-    record = {"files": {n: asdict(w) for n, w in written.items()}, "weights": list(contents.weights)}
-    write_whole(_record(draft.folder, draft.rank), json.dumps(record))
+    write_whole(record_at(draft.folder, draft.rank), json.dumps(asdict(Part(written, tuple(contents.weights)))))
 
 
 def _halves(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -92,8 +101,18 @@ def _at_once(works: Mapping[str, Callable[[], T]]) -> dict[str, T]:
     return {name: found[name] for name in works}
 
 
-def _record(folder: Path, rank: int) -> Path:
+def record_at(folder: Path, rank: int) -> Path:
+    """Return the file that says that the part of a rank is whole."""
     return folder / f"done-{rank:05d}.json"
+
+
+def read_part(folder: Path, rank: int) -> Part:
+    """Return what a rank has written.  Raises OSError, and CheckpointError for a file that was changed."""
+    path = record_at(folder, rank)
+    try:
+        return _PART.validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise CheckpointError("the part of a rank was changed while it was written", where=str(path)) from error
 
 
 def publish(draft: Draft, root: Root, keep: int | None, config: str | None) -> Path:
@@ -103,14 +122,10 @@ def publish(draft: Draft, root: Root, keep: int | None, config: str | None) -> P
     files: dict[str, Written] = {}
     index: dict[str, str] = {}
     for rank in range(draft.document.world):
-        path = _record(draft.folder, rank)
-        try:
-            record = json.loads(path.read_text())
-            files |= _FILES.validate_python(record["files"])
-        except (ValueError, KeyError, TypeError, ValidationError) as error:
-            raise CheckpointError("the part of a rank was changed while it was written", where=str(path)) from error
-        own = next((name for name in record["files"] if name.startswith("model-")), "")
-        index |= dict.fromkeys(record["weights"], own)
+        part = read_part(draft.folder, rank)
+        files |= part.files
+        own = next((name for name in part.files if name.startswith("model-")), "")
+        index |= dict.fromkeys(part.weights, own)
     sizes = sum(written.size_bytes for name, written in files.items() if name.startswith("model-"))
     texts = {
         INDEX: json.dumps({"metadata": {"total_size": sizes}, "weight_map": dict(sorted(index.items()))}, indent=1)
@@ -122,7 +137,7 @@ def publish(draft: Draft, root: Root, keep: int | None, config: str | None) -> P
         files[name] = hashed(draft.folder / name)
     write_document(draft.folder, replace(draft.document, files=files))
     for rank in range(draft.document.world):
-        _record(draft.folder, rank).unlink()
+        record_at(draft.folder, rank).unlink()
     return root.publish(draft.folder, keep)
 
 
@@ -161,7 +176,7 @@ def wait_for_parts(draft: Draft, give_up: threading.Event) -> bool:
     """Wait until every rank's part is whole; returns False if it was told to give up.  On rank 0."""
     missing = set(range(draft.document.world))
     deadline: float | None = None
-    while missing := {rank for rank in missing if not _record(draft.folder, rank).exists()}:
+    while missing := {rank for rank in missing if not record_at(draft.folder, rank).exists()}:
         if not threading.main_thread().is_alive():  # the script has ended without close(); so may have another rank
             deadline = deadline or time.monotonic() + _AT_EXIT_S
         if give_up.is_set() or (deadline is not None and time.monotonic() > deadline):

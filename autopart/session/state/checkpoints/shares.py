@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from autopart.session.placement import Placement
 
@@ -21,3 +21,15 @@ def writers(sizes: Mapping[str, int], placement: Placement, updated: frozenset[s
         found[name] = min(ranks or range(world), key=lambda rank: (load[rank], rank))
         load[found[name]] += sizes[name]
     return found
+
+
+def by_keepers(names: Iterable[str], placement: Placement, updated: frozenset[str]) -> dict[tuple[int, ...], list[str]]:
+    """Return the names of tensors by the ranks that have the newest value; () stands for all ranks, which have what no
+    stage uses.
+
+    updated: buffers that change in training: all replicas take the value of their owner at the end of a step."""
+    found: dict[tuple[int, ...], list[str]] = {}
+    for name in names:
+        ranks = (placement.holders if name in updated else placement.keepers).get(name, ())
+        found.setdefault(ranks, []).append(name)
+    return dict(sorted(found.items()))

@@ -194,14 +194,15 @@ class Activations:
         began = time.perf_counter()
         if not cache.augmented:
             _digests(code, batch, rows)
+        read = {name: torch.zeros_like(tensor) for name, tensor in made.items()}  # new memory, as in every step
         for row in rows:
             entry = store.get(row)
             assert entry is not None
             for name, kept in zip(code.values, entry.tensors, strict=True):
-                made[name][row] = kept
+                read[name][row] = kept
         reading_s = time.perf_counter() - began
         store.close()
-        return replace(batch, kept=tuple(made.items())), computing_s, reading_s
+        return replace(batch, kept=tuple(read.items())), computing_s, reading_s
 
 
 def _names_of(samples: Any, batch: Batch) -> Samples | None:

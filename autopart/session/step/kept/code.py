@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -33,14 +34,14 @@ class FrozenCode:
     values: tuple[str, ...]
     _made: dict[tuple[str, ...], StageModule] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def tensors(self) -> tuple[str, ...]:
         """The model's parameters and buffers that the values depend on."""
         graph, kinds = self.captured.graph, self.captured.names.kinds
         used = (name for op in self._ops(()) for name in op.params if kinds[name] != "constant")
         return tuple(dict.fromkeys(used if graph.ops else ()))
 
-    @property
+    @cached_property
     def inputs(self) -> tuple[int, ...]:
         """The places, among the tensors of a batch, of the inputs that the values depend on."""
         read = {name for op in self._ops(()) for name in op.reads}

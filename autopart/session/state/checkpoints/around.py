@@ -1,0 +1,107 @@
+"""All of a checkpoint that is not a tensor: what each rank tells of it, and the document that follows."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from autopart.files.checkpoints.document import Document
+from autopart.files.checkpoints.values import decoded, encoded
+from autopart.ir.errors import CheckpointError
+from autopart.session.session import Session
+from autopart.session.state.checkpoints.optimizers import OptimizerPart, joined
+from autopart.session.state.companions import Companion
+
+_SCHEDULER = "the state of the scheduler"
+
+
+class HasState(Protocol):
+    """A learning rate scheduler, or another object with torch's two methods."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return its state."""
+
+    def load_state_dict(self, state: Any) -> Any:
+        """Take over a state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """What is saved beside the tensors of the model, on this rank.
+
+    step: training steps taken.  scaler: state of the loss scaler, None without one.  placeholder: the parameter of a
+    rank without any."""
+
+    step: int
+    scaler: dict[str, Any] | None
+    optimizer: torch.optim.Optimizer | None
+    scheduler: HasState | None
+    companions: Mapping[str, Companion]
+    placeholder: nn.Parameter
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What each rank tells the others before a checkpoint is written; everything but `optimizer` has to be alike."""
+
+    optimizer: OptimizerPart | None
+    alike: dict[str, Any]
+
+    @classmethod
+    def of(cls, part: OptimizerPart | None, around: Around, extra: Any) -> Told:
+        alike = {
+            "scaler": around.scaler,
+            "scheduler": scheduler_state(around.scheduler),
+            "companions": {title: encoded(each.state(), title) for title, each in around.companions.items()},
+            "extra": encoded(extra, "extra"),
+        }
+        return cls(part and part.without_tensors(), alike)
+
+
+def document_of(session: Session, told: Sequence[Told], step: int) -> Document:
+    """Return the document of a checkpoint, without its files; raises on all ranks alike if the ranks differ."""
+    try:
+        for rank, each in enumerate(told):
+            differing = [key for key, value in told[0].alike.items() if each.alike[key] != value]
+            if differing and differing[0] != "extra":
+                raise CheckpointError(
+                    f"the {differing[0]} of ranks 0 and {rank} differ", fix="make and step it alike on every rank"
+                )
+        optimizer = joined([each.optimizer for each in told])
+    except CheckpointError as error:
+        raise session.world.known(error) from None
+    return Document(
+        step,
+        torch.__version__,
+        version(),
+        {},
+        seed=session.options.seed,
+        world=session.world.size,
+        precision=session.plan.provenance.precision,
+        optimizer=optimizer,
+        plan=json.loads(json.dumps(asdict(session.plan))),
+        **told[0].alike,
+    )
+
+
+def scheduler_state(scheduler: HasState | None) -> Any:
+    """Return the state of a scheduler as a checkpoint keeps it, None without one."""
+    return None if scheduler is None else encoded(dict(scheduler.state_dict()), _SCHEDULER)
+
+
+def saved_scheduler(document: Document, scheduler: HasState | None) -> Any:
+    """Return the saved state for a scheduler.  Raises CheckpointError if there is none for it."""
+    if scheduler is not None and document.scheduler is None:
+        raise CheckpointError("the checkpoint holds no state of a scheduler", fix="load without scheduler=")
+    return decoded(document.scheduler, _SCHEDULER)
+
+
+def version() -> str:
+    """Return the version of autopart."""
+    return str(sys.modules["autopart"].__version__)

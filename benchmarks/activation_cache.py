@@ -1,9 +1,10 @@
 """What keeping the activations of frozen layers saves, and whether a step then takes what was simulated.
 
 A ViT of 8 layers (benchmarks/bench_models.py) on two Gloo ranks, one thread each, over a data set of four batches, as
-often as asked.  First everything learns; then the embeddings and the first six layers are frozen, and a plan for the
-whole model is made; then one that may begin behind them.  Times are of `pipe.step` with the step of the optimizer,
-which the simulator counts as well, on the slower rank; under the last plan only of steps in which every sample is read.
+often as asked, planned for the machine as `autopart cluster detect` measures it.  First everything learns; then the
+embeddings and the first six layers are frozen, and a plan for the whole model is made; then one that may begin behind
+them.  Times are of `pipe.step` with the step of the optimizer, which the simulator counts as well, on the slower rank;
+under the last plan only of steps in which every sample is read.
 
     python benchmarks/activation_cache.py               3 minutes on 2 cores; writes results/activation_cache.json
     python benchmarks/activation_cache.py --epochs 2    short, writes nothing
@@ -21,8 +22,8 @@ from bench_models import MODELS
 from common import spread, write
 
 import autopart
-from autopart.costs.detect import detect
 from autopart.ir.cluster import Cluster
+from autopart.session.pipe.host_costs import detect_all
 
 BATCHES, FROZEN, WITHIN = 4, 6, 0.10
 """Batches of the data set, layers that are frozen, and how far the measured step may be from the simulated one."""
@@ -81,7 +82,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=8)
     given = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    ranks = autopart.launch(measure, "cpu:2", detect(2), given.epochs)
+    ranks = autopart.launch(measure, "cpu:2", detect_all(2), given.epochs)
     content: dict[str, Any] = {}
     for name, own in ranks[0].items():
         slower = [max(pair) for pair in zip(*(rank[name]["steps"] for rank in ranks), strict=True)]

@@ -82,7 +82,7 @@ def test_without_a_holder_that_lives_the_checkpoint_is_loaded(
 def test_a_rank_slowed_to_a_third_is_named_and_gets_less(pair: Workers, slow_rank: int, costs: str) -> None:
     for losses, named, adopted, before, after in pair.run(stragglers.train, 2, slow_rank, 3, costs):
         assert 0 < named <= 20
-        assert adopted and after < 0.7 * before
+        assert adopted and after < 0.75 * before
         torch.testing.assert_close(losses, stragglers.plainly(len(losses)), rtol=1e-10, atol=0)
 
 

@@ -26,9 +26,8 @@ class AutoCache:
 
     memory_bytes, disk_bytes: the most that is kept in host memory and, when that is full, on disk.  folder: for the
     file on disk, None for that of temporary files.  samples: how many different samples the steps go over, for the
-    planner; None if all of them fit.  augmented: True to keep the activations of each sample as it came first, though
-    its inputs are drawn anew every time; otherwise other inputs under the same name are refused.
-    """
+    planner; None if all of them fit.  augmented: True to keep the activations of each sample as it came first, although
+    its inputs are drawn again every time; otherwise other inputs under the same name are refused."""
 
     memory_bytes: int
     disk_bytes: int = 0
@@ -194,14 +193,15 @@ class Activations:
         began = time.perf_counter()
         if not cache.augmented:
             _digests(code, batch, rows)
+        read = {name: torch.zeros_like(tensor) for name, tensor in made.items()}  # new memory, as in every step
         for row in rows:
             entry = store.get(row)
             assert entry is not None
             for name, kept in zip(code.values, entry.tensors, strict=True):
-                made[name][row] = kept
+                read[name][row] = kept
         reading_s = time.perf_counter() - began
         store.close()
-        return replace(batch, kept=tuple(made.items())), computing_s, reading_s
+        return replace(batch, kept=tuple(read.items())), computing_s, reading_s
 
 
 def _names_of(samples: Any, batch: Batch) -> Samples | None:

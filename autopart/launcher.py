@@ -70,7 +70,9 @@ def restart_count() -> int:
 
 
 def _script_line() -> str:
-    return shlex.join([word for word in sys.argv if word] or ["train.py"])
+    words = [word for word in sys.argv if word]
+    no_file = not words or words[0] == "-c" or "ipykernel_launcher" in words[0]
+    return "train.py" if no_file else shlex.join(words)
 
 
 class _Launcher(NamedTuple):

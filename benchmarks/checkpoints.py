@@ -63,7 +63,8 @@ class Setting:
         return nn.Sequential(*(nn.Linear(self.width, self.width, bias=False) for _ in range(layers)))
 
     def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return inputs and targets."""
+        """Return inputs and targets, alike on every rank."""
+        torch.manual_seed(1)
         return torch.randn(self.rows, self.width), torch.randn(self.rows, self.width)
 
 

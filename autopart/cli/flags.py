@@ -142,7 +142,7 @@ def _value(name: str, given: Any) -> Any:
 def wished(words: list[str]) -> dict[str, Any]:
     """Return options from words such as "stages=4" and "replicas=2,2"; their values may still be impossible.
 
-    Raises UsageError for a word that is no option of a plan.
+    Raises UsageError for an unknown option.
     """
     hints, found = get_type_hints(Options), {}
     for word in words:

@@ -20,6 +20,11 @@ def prints_results() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def on_terminal() -> bool:
+    """Return whether stdout is a terminal, not a file or a pipe."""
+    return sys.stdout.isatty()
+
+
 def print_json(content: Mapping[str, object]) -> None:
     """Print a result as one JSON object; NaN and infinite numbers become null."""
     typer.echo(json.dumps(_finite(content), indent=1))

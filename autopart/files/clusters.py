@@ -127,7 +127,7 @@ def parse_cluster(
 
 
 def _near(word: str) -> str:
-    """Return what a word that is no cluster may have meant."""
+    """Return a hint for a word that does not name a cluster."""
     near = next(iter(get_close_matches(word, ("cpu", "cuda", *NODES), n=1)), "")
     if near in NODES and (size := re.fullmatch(r"([a-z]+\d+)x(\d{1,6})", word)) and near.startswith(size[1]):
         return f"a preset is a whole node, such as {near!r}; `autopart cluster show {near} --out mine.yaml` writes a \

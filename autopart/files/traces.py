@@ -35,7 +35,7 @@ _EVENTS = TypeAdapter(list[_Event])
 def load_trace(path: str | os.PathLike[str]) -> Timeline:
     """Read a timeline from a file in the trace event format, with times in nanoseconds.
 
-    Raises UsageError for a file that is not one, or has an action that is none.
+    Raises UsageError for a file of another format, or with an unknown action.
     """
     with named(path, UsageError, _FIX):
         document = parse_json(read_text(path))

@@ -140,7 +140,7 @@ class Cluster:
         return replace(self, devices=tuple(less[device] for device in self.devices))
 
     def with_speeds(self, speeds: Sequence[float]) -> Cluster:
-        """Return a copy in which each device computes, and reads its memory, so many times as fast."""
+        """Return a copy with the speed of each device, and of its memory, multiplied by these factors."""
 
         def changed(device: Device, speed: float) -> Device:
             rates = tuple((dtype, max(1, int(rate * speed))) for dtype, rate in device.rates)

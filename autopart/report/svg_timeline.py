@@ -45,7 +45,7 @@ class _Scale:
         return LEFT + ns * self.width / self.step_ns
 
     def row(self, lanes: int) -> float:
-        """Height of a row with so many lanes."""
+        """Height of a row with this number of lanes."""
         return self.lane * lanes + self.messages + self.held + self.gap
 
 

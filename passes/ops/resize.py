@@ -1,4 +1,4 @@
-"""The same program at another size, from two sizes at which it is known.
+"""Derive a program at another size from two sizes at which it is known.
 
 Every number in the program (of shapes, and among the arguments) is taken to grow along a line through the two; where
 that gives a fraction the program is not known.  Wrong only for numbers that depend on the rows in another way (rows

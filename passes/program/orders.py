@@ -86,7 +86,7 @@ def homes_of(stage_ranks: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 
 def placed(placement: str, stages: int, workers: int) -> tuple[int, ...]:
-    """Return the homes (`Shape.homes`) of so many stages on so many workers; () if each worker has one stage."""
+    """Return the homes (`Shape.homes`) of these numbers of stages on workers; () if each worker has one stage."""
     if stages == workers:
         return ()
     rounds = [divmod(stage, workers) for stage in range(stages)]

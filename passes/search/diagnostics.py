@@ -152,11 +152,12 @@ def infeasible_error(nearest: Evaluation | None, space: SearchSpace, retry: Retr
     modules = {part: op.module for op in space.fine.ops for part in op.parts or (op.name,)}
     first, last = _place(blocks[a], 0, modules), _place(blocks[b - 1], -1, modules)
     again = ", with recomputation" if any(s.recompute for s in plan.stages) else ""
+    count = len(plan.micro_rows)
     return InfeasibleError(
         f"no plan fits: stage {stage} of {len(plan.stages)} needs {mib(e.peak_bytes)} and may use {mib(limit)}, "
         f"{mib(nearest.over_bytes)} too much",
         where=f"{first} to {last}, in the plan that comes nearest ({plan.schedule}, "
-        f"{len(plan.micro_rows)} micro-batches{again})",
+        f"{count} micro-batch{'es' * (count > 1)}{again})",
         why=f"weights {mib(e.param_bytes)}, gradients and optimizer state {mib(e.state_bytes)}, activations "
         f"{e.live} x {mib(e.activation_bytes)}, workspace {mib(e.workspace_bytes)}, buffers {mib(e.buffer_bytes)}",
         fix=_change(space, retry, nearest),
@@ -190,7 +191,9 @@ def _asked(space: SearchSpace) -> Iterator[str]:
             yield f"{name}={asked}"
     yield f"{space.chain.n} blocks"
     yield f"{space.costs.cluster.world} devices"
-    yield f"micro-batches of {min(map(min, request.micro_rows))} to {max(map(max, request.micro_rows))} rows"
+    least, most = min(map(min, request.micro_rows)), max(map(max, request.micro_rows))
+    sizes = f"{least} to {most}" if least < most else f"{most}"
+    yield f"micro-batches of {sizes} row{'s' * (most > 1)}"
 
 
 def _change(space: SearchSpace, retry: Retry, nearest: Evaluation | None) -> str:

@@ -202,7 +202,7 @@ class Search:
 
     @property
     def ranked(self) -> list[Evaluation]:
-        """Those that fit, fastest first; of equals the fewest stages, then the one that was evaluated first."""
+        """The evaluations that fit, fastest first; equals by number of stages, then in the order of evaluation."""
         return sorted(self.fitting.values(), key=lambda e: (e.step_ns, e.stages))
 
     @property

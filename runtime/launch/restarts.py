@@ -50,9 +50,9 @@ def run_generations(
     twice ends the run at once, and so does an error of usage.  Raises what the last generation failed with, with a note
     that names the first failures of the generations before.  deadline: in time.monotonic() seconds, over all of them.
 
-    members: of an elastic launch.  After a death those that are left start at once, which is no restart; when a device
-    comes back the ranks are asked to stop, and all start together.  Ranks that live may keep their state in a folder in
-    memory, which is deleted at the end.
+    members: of an elastic launch.  After a death those that are left start at once, which does not count as a restart;
+    when a device comes back the ranks are asked to stop, and all start together.  Ranks that live may keep their state
+    in a folder in memory, which is deleted at the end.
 
     SIGTERM and SIGUSR1 are passed on to the ranks, which have `grace_s` seconds to end after the first SIGTERM; a
     second one ends all processes now, by SystemExit.  Nothing is started again after either.

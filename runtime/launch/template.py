@@ -11,6 +11,7 @@ the template does (prctl).
 
 from __future__ import annotations
 
+import atexit
 import gc
 import logging
 import mmap
@@ -192,7 +193,7 @@ def _fork_one(requests: socket.socket, selector: selectors.BaseSelector) -> bool
         selector.close()
         requests.close()
         _run(request, *own)
-        raise SystemExit(0)
+        _leave()
     for descriptor in own:
         os.close(descriptor)
     with suppress(BrokenPipeError):
@@ -235,6 +236,15 @@ def _run(request: _Request, pipe: int, memory: int, tracker: int) -> None:
     status = SharedStatus.from_buffer(mmap.mmap(memory, mmap.PAGESIZE))
     os.close(memory)
     worker.main(request.rank, Connection(pipe), status)
+
+
+def _leave() -> None:
+    """End this process as Python does, but without taking all modules apart, which takes seconds."""
+    ending: Any = threading
+    ending._shutdown()  # waits for threads, such as that of a save
+    atexit._run_exitfuncs()
+    worker.flush()
+    os._exit(0)
 
 
 def _received(requests: socket.socket, size: int) -> bytes:

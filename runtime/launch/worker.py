@@ -74,7 +74,7 @@ def main(rank: int, conn: Connection, status: SharedStatus) -> None:
             set_activity("")
             answer = _answer(rank, *call)
             leave()
-            _flush()
+            flush()
             conn.send(answer)
     except (EOFError, OSError):  # the parent is gone
         os._exit(1)
@@ -105,7 +105,7 @@ def _end_forked_child(pid: int, error: BaseException | None = None) -> None:
     elif error is not None:
         traceback.print_exception(error)
         status = 1
-    _flush()
+    flush()
     os._exit(status)
 
 
@@ -152,7 +152,8 @@ def _dump_error(error: BaseException) -> bytes:
         return b""
 
 
-def _flush() -> None:
+def flush() -> None:
+    """Write what the streams of this process still hold."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):
             stream.flush()

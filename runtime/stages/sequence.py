@@ -1,7 +1,7 @@
 """What the slices of one micro-batch keep for each other between their forwards and backwards.
 
 A slice gets what earlier slices left (K and V, running sums) as leaves.  The gradients that these leaves collect over
-all later slices go into the backward of the slice that made them, which runs after theirs.
+all later slices go into the backward of the slice that made them, which runs after the backwards of those slices.
 """
 
 from __future__ import annotations

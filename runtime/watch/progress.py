@@ -2,7 +2,7 @@
 
 A thread looks at the activity of this process, so that a step that prepares nothing costs nothing.  Lines go to stderr
 if that is a terminal: the last one counts seconds until the phase ends.  AUTOPART_PROGRESS=0 turns them off, and
-AUTOPART_PROGRESS=1 on: where stderr is no terminal, each phase gets its line when it has ended.
+AUTOPART_PROGRESS=1 on: where stderr is not a terminal, each phase gets its line when it has ended.
 `tell` writes another line.
 """
 

@@ -120,6 +120,13 @@ def test_a_plan_is_json_on_stdout_and_a_table_beside_it(command):
     assert "2 stages on 2 ranks" in err
 
 
+def test_a_plan_in_a_terminal_is_the_table_alone(command, monkeypatch):
+    monkeypatch.setattr("autopart.cli.plans.on_terminal", lambda: True)
+    code, out, err = command("plan", "mlp", "--costs", "analytic", "--micro-batches", "4")
+    assert code == 0 and "2 stages on 2 ranks" in out and "{" not in out
+    assert err.endswith("--out plan.json writes the plan to a file\n")
+
+
 def test_a_plan_file_is_written_explained_and_matched_to_its_model(command, tmp_path):
     path = tmp_path / "plan.json"
     words = ("plan", "mlp", "--costs", "analytic", "--cuts", "4", "--schedule", "gpipe", "--out", str(path))

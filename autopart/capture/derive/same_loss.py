@@ -41,7 +41,7 @@ class _Way:
     tolerance: float
 
     def needed_bytes(self, numbers: int) -> int:
-        """Return the bytes that a model of so many numbers needs: a copy, and its gradients twice."""
+        """Return the bytes that a model with this count of numbers needs: a copy, and its gradients twice."""
         return numbers * self.dtype.itemsize * (3 if self.gradients else 1)
 
 

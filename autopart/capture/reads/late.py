@@ -1,9 +1,8 @@
 """Large results of elementwise ops that are computed a row at a time, when a question asks about them.
 
-A mask of 61 sequences of 8,192 tokens has 4 billion elements, and is made of positions that have half a million.  What
-is asked of such a mask holds if it holds for each of its rows, and rows that are made of equal numbers are equal.  So
-the operands are kept, and each different row is computed once.
-"""
+A mask of 61 sequences of 8,192 tokens has 4 billion elements, and is made of positions that have half a million.  A
+property of such a mask holds if it holds for each of its rows, and rows that are made of equal numbers are equal.  So
+the operands are kept, and each different row is computed once."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Attention masks that the inputs decide: one that hides nothing, or exactly the later tokens, is left out.
 
 While a model is traced it builds a mask even where none is needed, and attention with a mask runs on slower kernels.
-What a mask hides is asked of the whole batch, like all that the model's Python asks: a batch with another answer is
-another kind of batch.  A mask that depends on parameters or buffers stays; a bias stays without what hides nothing.
+The question what a mask hides is put to the whole batch, like those of the model's Python: a batch with another answer
+is another kind of batch.  A mask that depends on parameters or buffers stays; a bias stays without what hides nothing.
 """
 
 from __future__ import annotations

@@ -236,7 +236,7 @@ def _untraceable(error: Exception, where: str) -> CaptureError:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence torch.export inside: its warnings concern its internals, and its errors are told once, as ours."""
+    """Silence torch.export inside: its warnings concern its internals, and its errors are reported once, as ours."""
     logger = logging.getLogger("torch")
     level = logger.level
     with warnings.catch_warnings():

@@ -33,7 +33,7 @@ def group_queries(graph: fx.Graph) -> None:
 
 
 def _uncast(node: Any) -> tuple[Any, fx.Node | None]:
-    """Return what a cast was made of, and the cast; the node itself and None if it is no cast.
+    """Return what a cast was made of, and the cast; the node itself and None if it is not a cast.
 
     Under autocast the keys are cast after they were repeated; cast before, they are the same numbers.
     """

@@ -44,9 +44,8 @@ class Group:
 class OptimizerState:
     """The state of an optimizer that is not a tensor.
 
-    kind: the name of its class.  values: by parameter and key what is no tensor (`values.encoded`).  tensors: by
-    parameter the keys of its tensors; tensor k of parameter p is stored as "optimizer/k/p".
-    """
+    kind: the name of its class.  values: state other than tensors, by parameter and key (`values.encoded`).  tensors:
+    by parameter the keys of its tensors; tensor k of parameter p is stored as "optimizer/k/p"."""
 
     kind: str
     groups: tuple[Group, ...]

@@ -71,7 +71,7 @@ class DataPosition:
         return {}
 
     def check(self, state: Any) -> None:
-        """Raise CheckpointError for a state that is no position: {} or all numbers, within the dataset."""
+        """Raise CheckpointError for an invalid position; valid are {} and all numbers within the dataset."""
         if not isinstance(state, dict):
             raise refusal("the position in the data", state, "it has to be a dict")
         if not state:

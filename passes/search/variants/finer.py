@@ -1,4 +1,4 @@
-"""The same space with more blocks, for plans with several stages a rank."""
+"""Cut a search space into more blocks, for plans with several stages a rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autopart.passes.search.space import SearchSpace
 
 
 def finer_space(space: SearchSpace, blocks: int) -> SearchSpace:
-    """Return the space with up to so many blocks, which can be cut at other places too; itself if it has as many.
+    """Return the space with up to this number of blocks, which can be cut at more places; itself if it has as many.
 
     O(ops log ops).
     """

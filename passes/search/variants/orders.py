@@ -66,7 +66,7 @@ def ways(request: PlanRequest) -> list[Way]:
 
 
 def _goes(name: str, per_rank: int, placement: str) -> bool:
-    """Return whether a schedule has an order for so many stages a rank."""
+    """Return whether a schedule has an order for this number of stages a rank."""
     if name == "zb-v":
         return per_rank == 2
     return (per_rank == 1) == (placement == ONE)

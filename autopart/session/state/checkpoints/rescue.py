@@ -60,7 +60,7 @@ class Rescue:
         self._folder = Path()
         self._unstepped: Mapping[str, Any] | None = None
         self._changed = ""
-        self._others: WeakSet[torch.optim.Optimizer] = WeakSet()
+        self._others: set[int] = set()
         self._unwatch: Callable[[], None] = lambda: None
 
     def follow(self, kept: Kept, around: Around, rank: int) -> None:
@@ -83,9 +83,9 @@ class Rescue:
         current().keeping = READY_TO_KEEP
 
     def _note_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Note optimizers that step and that no load or save was given."""
+        """Note what is updated by an optimizer that no load or save was given."""
         if self._kept is not None and optimizer is not self._kept.optimizer:
-            self._others.add(optimizer)
+            self._others.update(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
 
     def begin_step(self, around: Callable[[Kept], Around]) -> None:
         """Notice what the script changes between a load or a save and the next step: it would do so twice for one step,
@@ -131,8 +131,7 @@ class Rescue:
         driven = session.tensors.driven.values()
         if any(map(_pending, driven)):
             return "gradients of earlier steps wait for the optimizer"
-        others = {id(p) for other in self._others for group in other.param_groups for p in group["params"]}
-        if others.intersection(map(id, driven)):
+        if self._others.intersection(map(id, driven)):
             return "its parameters are updated by an optimizer that was not passed to load or save"
         return ""
 

@@ -26,9 +26,8 @@ class AutoCache:
 
     memory_bytes, disk_bytes: the most that is kept in host memory and, when that is full, on disk.  folder: for the
     file on disk, None for that of temporary files.  samples: how many different samples the steps go over, for the
-    planner; None if all of them fit.  augmented: True to keep the activations of each sample as it came first, though
-    its inputs are drawn anew every time; otherwise other inputs under the same name are refused.
-    """
+    planner; None if all of them fit.  augmented: True to keep the activations of each sample as it came first, although
+    its inputs are drawn again every time; otherwise other inputs under the same name are refused."""
 
     memory_bytes: int
     disk_bytes: int = 0

@@ -98,7 +98,7 @@ class FrozenCode:
 def frozen_code(captures: CaptureCache, batch: Batch, rows: int, values: Sequence[str] | None = None) -> FrozenCode:
     """Return the frozen layers of batches like this one, proven to be a function of each sample alone.
 
-    rows: that are run at once.  values: what they shall end with, as another batch told; None for what is frozen now.
+    rows: that are run at once.  values: where they end, as determined by another batch; None for what is frozen now.
     Without anything frozen the code has no values.  Raises RefusedError, naming what is in the way: ops that draw
     random numbers, take statistics of the batch or change a buffer; and values that do not hold the rows apart.
     """

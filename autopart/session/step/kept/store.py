@@ -1,8 +1,8 @@
 """Tensors by key in host memory first, then on disk, each bounded in bytes.
 
-What does not fit is not kept, and nothing that is kept gives way.  In an epoch every sample comes once, so no rule of
-replacement finds more than the part of the samples that fits, and that of the least recently used finds none where the
-order repeats: what comes next is what it threw away first.
+What does not fit is not kept, and replaces nothing. In an epoch every sample comes once, so no replacement rule finds
+more than the part of the samples that fits, and that of the least recently used finds none where the order repeats:
+what comes next is what it threw away first.
 
 The file has no name from the start: no other process can read or change it, and after the end of this one, also by
 SIGKILL while it writes, its space is free.  So only entries are lost, and nothing that was read has to be validated but

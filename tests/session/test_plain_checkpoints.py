@@ -267,3 +267,19 @@ def test_copies_for_the_background_use_the_memory_of_the_copies_before():
     third = Contents(weights | {"b": torch.full((2,), 3.0).double()}, more, None).copied(second)
     assert third.weights["b"].dtype == torch.float64
     assert torch.equal(third.weights["a"], weights["a"]) and torch.equal(third.more["c"], more["c"])
+
+
+@pytest.mark.slow
+def test_a_script_that_ends_without_close_still_gets_its_checkpoint(tmp_path):
+    script = (
+        "import sys, torch, autopart\nfrom torch import nn\n"
+        "model, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), torch.ones(4, 64)\n"
+        "pipe = autopart.compile(model, 'cpu:1', sample=(x, x), loss_fn=nn.MSELoss(), costs='analytic')\n"
+        "optimizer = torch.optim.AdamW(pipe.parameters())\npipe.step((x, x))\noptimizer.step()\n"
+        "pipe.save(sys.argv[1], optimizer, wait=False)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert autopart.latest(tmp_path) == tmp_path / "step-00000001"
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    autopart.load_into(model, tmp_path, torch.optim.AdamW(model.parameters()))

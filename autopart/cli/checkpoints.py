@@ -15,7 +15,7 @@ from autopart.ir.errors import CheckpointError, UsageError
 if TYPE_CHECKING:
     import torch
 
-app = typer.Typer(name="checkpoint", help="Look at checkpoints, check them, and export their weights.")
+app = typer.Typer(name="checkpoint", help="Show and verify checkpoints, and export their weights.")
 
 Folder = Annotated[Path, typer.Argument(help="The folder given to pipe.save, or the one of a single checkpoint")]
 

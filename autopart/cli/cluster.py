@@ -14,7 +14,9 @@ from autopart.ir.cluster import Cluster
 from autopart.report.cluster_table import cluster_table
 from autopart.session.pipe.host_costs import detect_all
 
-app = typer.Typer(name="cluster", help="Machines: measure this one, or show a description.", no_args_is_help=True)
+app = typer.Typer(
+    name="cluster", help="Measure this machine, or show a preset or a cluster file.", no_args_is_help=True
+)
 
 Described = Annotated[
     str, typer.Argument(help=f"{', '.join(NODES)} (h200x8:2 is two nodes), cpu:2, or a .yaml, .toml or .json file")

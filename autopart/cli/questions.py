@@ -28,7 +28,7 @@ WhatIf = Annotated[
         help="Print what the plan with these options would take beside the chosen one; repeat for others",
     ),
 ]
-MoreWords = Annotated[list[str] | None, typer.Argument(metavar="", hidden=True)]
+MoreWords = Annotated[list[str] | None, typer.Argument(metavar="OPTION=VALUE", hidden=True)]
 """The words after --what-if stages=4."""
 
 

@@ -74,7 +74,7 @@ class Decision:
         shown = stages if len(stages) <= 6 else [*stages[:5], "...", stages[-1]]
         rows = shortened(" ".join(map(str, dict.fromkeys(self.micro_rows))), 20)
         count = len(self.micro_rows)
-        cut = f"{count} micro-batch{'es' * (count > 1)} of {rows} rows"
+        cut = f"{count} micro-batch{'es' * (count > 1)} of {rows} row{'s' * (rows != '1')}"
         return f"{self.schedule}, {cut}, world {self.world}, {len(stages)} stages: {' | '.join(shown)}"
 
     def __repr__(self) -> str:

@@ -86,10 +86,10 @@ class Options:
         stages          number of pipeline stages
         micro_batches   number of micro-batches of a step
         replicas        devices that run each stage on different rows: one number, or one for each stage, (8, 8, 4)
-        precision       "fp32" runs the model as it is, "bf16" and "fp16" run it as under torch.autocast; None is the
-                        precision of plan=, else "fp32"
+        precision       "fp32" runs the model as it is, "bf16" and "fp16" run it as under torch.autocast; default:
+                        the precision of plan=, else "fp32"
         optimizer       optimizer whose state is charged to memory: a class, a function of the parameters, an
-                        optimizer, or "sgd", "momentum", "adam", "adamw", each also with "+masters"; None charges Adam
+                        optimizer, or "sgd", "momentum", "adam", "adamw", each also with "+masters"; default: Adam
 
     Cuts and schedule:
         schedule        order of forwards and backwards: "auto", "1f1b", "1f1b-deep" (a longer warm-up: a shorter step
@@ -103,8 +103,8 @@ class Options:
         together        module paths, or groups of them, inside which no stage begins
         pins            stage that runs a module: {module path: number of the stage}
         token_slices    cut the sequences of a causal model into slices that run on different stages at once
-                        (TeraPipe): a number of slices, or their lengths; "auto" slices if that shortens the step;
-                        None keeps sequences whole
+                        (TeraPipe): a number of slices, or their lengths; "auto" slices if that shortens the step; by
+                        default sequences stay whole
 
     Memory:
         recompute       activation checkpointing: "auto" (what the model checkpoints, and more when memory would not
@@ -116,9 +116,9 @@ class Options:
 
     Replicas:
         replica_policy  "split" gives each replica a share of the rows of every micro-batch, "turn" gives replicas
-                        whole micro-batches, round robin; None splits
+                        whole micro-batches, round robin; default: "split"
         sync_batchnorm  take batch statistics over the whole micro-batch, not over each replica's own rows
-        bucket_bytes    size of the buckets in which replicas sum gradients: bytes, or "4MiB"; None is 25 MiB
+        bucket_bytes    size of the buckets in which replicas sum gradients: bytes, or "4MiB"; default: 25 MiB
 
     Search:
         plan            a Plan or the path of a plan file, instead of the options that it decides
@@ -135,13 +135,13 @@ class Options:
                         `Pipe.skipped`, "raise" raises NonFiniteError, "auto" skips in fp16 and otherwise does not check
         seed            seed of dropout, and of weights="init"
         timeout         seconds that a rank waits for another one before it fails and names that rank; capture and
-                        planning do not count; None is AUTOPART_TIMEOUT_S, else 600
+                        planning do not count; default: AUTOPART_TIMEOUT_S, else 600
         transport       what carries messages: "nccl" (a CUDA device for each rank), "gloo" (CPUs, and CUDA devices
                         that ranks may share), "auto" (NCCL for CUDA devices)
         backend         what runs the ops of a stage: "eager"; "inductor", which compiles them (needs a C++ compiler
                         for CPUs, Triton for CUDA; what cannot be compiled runs eagerly, with a warning); "auto", which
                         compiles if steps= are enough to pay for it
-        steps           number of optimizer steps ahead, for backend="auto"; None is unknown: eager
+        steps           number of optimizer steps ahead, for backend="auto"; without it "auto" is eager
         weights         values of a model that was built on the meta device, of which each rank makes its own part:
                         a safetensors file, a folder of them, or a checkpoint; "init" runs the model's own
                         initialisation with seed=

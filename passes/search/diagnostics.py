@@ -191,7 +191,9 @@ def _asked(space: SearchSpace) -> Iterator[str]:
             yield f"{name}={asked}"
     yield f"{space.chain.n} blocks"
     yield f"{space.costs.cluster.world} devices"
-    yield f"micro-batches of {min(map(min, request.micro_rows))} to {max(map(max, request.micro_rows))} rows"
+    least, most = min(map(min, request.micro_rows)), max(map(max, request.micro_rows))
+    sizes = f"{least} to {most}" if least < most else f"{most}"
+    yield f"micro-batches of {sizes} row{'s' * (most > 1)}"
 
 
 def _change(space: SearchSpace, retry: Retry, nearest: Evaluation | None) -> str:

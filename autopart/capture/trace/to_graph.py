@@ -73,8 +73,8 @@ def read_names(program: ExportedProgram, module: fx.GraphModule, wrapper: torch.
                 f"forward() uses a {type(program.constants.get(str(spec.target))).__name__} of its own",
                 where=_first_use(module, node),
                 why="a torch object other than a tensor has a state that stages cannot share",
-                fix="of random numbers leave generator= out: they are drawn by key, and seed= of compile chooses them; "
-                "any other object take out of forward()",
+                fix="leave generator= out: random numbers are drawn by key, and seed= of compile chooses them; use "
+                "other objects outside of forward()",
             )
         if spec.kind is InputKind.USER_INPUT:
             inputs[node] = f"input.{next(queue)}"

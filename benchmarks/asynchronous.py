@@ -2,7 +2,8 @@
 
 GPT-2 and loss of step_time.py (8 layers, hidden 256, vocabulary 1024, sequence 128, batches of 8 rows, fp32, dropout
 off), AdamW; 2 Gloo ranks with 1 thread each.  Synchronous 1F1B with an optimizer step for each batch, PipeDream and
-PipeDream-2BW alternate in one run, a window of batches each; ratios are taken pair by pair.
+PipeDream-2BW alternate in one run, a window of batches each; ratios are taken pair by pair.  With 8 micro-batches a
+micro-batch is one row, which a stage has done in 30 ms: what is lost on each message then counts for more.
 
 A window begins some batches after the ranks have met.  Just then all of them have taken equally many batches, so the
 later stages wait once for the first one: what follows is the pace of a pipeline that stays full, as in training.  Each
@@ -41,6 +42,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     SYNCHRONOUS: {"schedule": "1f1b", "micro_batches": 8},
     "PipeDream": {"schedule": "pipedream", "micro_batches": 1},
     "PipeDream, 8 micro-batches": {"schedule": "pipedream", "micro_batches": 8},
+    "PipeDream-2BW, 2 micro-batches": {"schedule": "pipedream-2bw", "micro_batches": 2},
     "PipeDream-2BW, 8 micro-batches": {"schedule": "pipedream-2bw", "micro_batches": 8},
 }
 

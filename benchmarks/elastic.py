@@ -143,7 +143,7 @@ def record(part: Part, folder: Path = RESULTS) -> Path:
         **{name: sum(each[name] for each in every) for name in ("steps", "again", "from_memory", "epochs")},
         "parts": parts,
     }
-    return write("elastic", content, folder=folder)
+    return write("elastic", content, command="; ".join(each["command"] for each in every), folder=folder)
 
 
 def main() -> None:

@@ -137,8 +137,8 @@ class Inbox:
             self._post()
         work, buffer, specs = self._posted.pop(key)
         self._posted_bytes -= buffer.numel()
-        # Before the wait: the peer is told of what is posted, and its thread that would read this spins (`Pair` in
-        # Gloo) for as long as its main thread is inside a send, as it is when this message arrives.
+        # Before the wait: posting tells the peer.  Just after this message arrives, the peer is often still inside its
+        # send, and Gloo's thread there spins, on a core that computes, until the send lets go of the pair.
         self._post_ahead()
         if work is not None:
             with self._errors:

@@ -13,7 +13,11 @@ from autopart.ir.errors import WorkerError
 from autopart.runtime.launch.supervise import Fleet, pickle_call
 from autopart.runtime.launch.template import Template, works_here
 
-pytestmark = [pytest.mark.timeout(200), pytest.mark.skipif(not works_here(), reason="forks need Linux")]
+pytestmark = [
+    pytest.mark.slow,  # elastic launches of the default suite use a template too
+    pytest.mark.timeout(200),
+    pytest.mark.skipif(not works_here(), reason="forks need Linux"),
+]
 
 
 @pytest.fixture(scope="module")

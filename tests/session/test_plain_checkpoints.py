@@ -258,13 +258,15 @@ def test_copies_for_the_background_use_the_memory_of_the_copies_before():
     weights, more = {"a": torch.ones(3), "b": torch.ones(2)}, {"c": torch.ones(4).expand(2, 4)}
     first = Contents(weights, more, None).copied()
     places = [tensor.data_ptr() for tensor in (first.weights["a"], first.more["c"])]
-    weights = {"a": torch.full((3,), 2.0), "b": torch.full((2,), 3.0).double()}
+    weights = {"a": torch.full((3,), 2.0), "b": torch.full((2,), 3.0)}
     second = Contents(weights, more, None).copied(first)
     assert [tensor.data_ptr() for tensor in (second.weights["a"], second.more["c"])] == places
     assert all(torch.equal(second.weights[name], tensor) for name, tensor in weights.items())
-    assert second.weights["b"].dtype == torch.float64
     weights["a"].zero_()
     assert torch.equal(second.weights["a"], torch.full((3,), 2.0))
+    third = Contents(weights | {"b": torch.full((2,), 3.0).double()}, more, None).copied(second)
+    assert third.weights["b"].dtype == torch.float64
+    assert torch.equal(third.weights["a"], weights["a"]) and torch.equal(third.more["c"], more["c"])
 
 
 @pytest.mark.slow

@@ -140,7 +140,7 @@ def test_a_changed_file_in_memory_is_named_and_the_checkpoint_is_loaded(tmp_path
     assert again.steps == 2
 
 
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_replica_that_lives_has_all(pair: Workers, tmp_path: Path, memory: Path, lost: int) -> None:
     options = {"stages": 1, "replicas": 2}
     expected = pair.run(rescue_jobs.kept, str(tmp_path / "run"), str(memory), options)
@@ -151,7 +151,12 @@ def test_a_replica_that_lives_has_all(pair: Workers, tmp_path: Path, memory: Pat
 
 
 @pytest.mark.parametrize(
-    ("options", "ahead"), [({"stages": 1, "replicas": 2, "zero": 1}, 0), ({"cuts": ["6"]}, 0), ({"cuts": ["6"]}, 1)]
+    ("options", "ahead"),
+    [
+        ({"cuts": ["6"]}, 1),
+        pytest.param({"cuts": ["6"]}, 0, marks=pytest.mark.slow),
+        pytest.param({"stages": 1, "replicas": 2, "zero": 1}, 0, marks=pytest.mark.slow),
+    ],
 )
 def test_what_only_the_lost_rank_had_or_ranks_have_of_different_steps_is_never_mixed(
     pair: Workers, tmp_path: Path, memory: Path, options: dict[str, Any], ahead: int

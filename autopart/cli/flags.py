@@ -149,7 +149,7 @@ def wished(words: list[str]) -> dict[str, Any]:
         name, sign, text = word.partition("=")
         name = {"pin": "pins"}.get(name.lstrip("-"), name.lstrip("-").replace("-", "_"))
         if not sign or not text:
-            raise UsageError(f"{word!r} is no option with a value", fix="write --what-if stages=4 replicas=2")
+            raise UsageError(f"{word!r} is not an option with a value", fix="write --what-if stages=4 replicas=2")
         if name in hints and not flag_of(name):
             raise UsageError(f"{name}= cannot be asked on a command line", fix="use autopart.plan in Python")
         found[name] = _wish(name, text, hints.get(name))

@@ -85,7 +85,7 @@ def test_what_cannot_be_planned_is_a_line_with_its_reason(command):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--what-if", "stages"), "no option with a value"),
+        (("--what-if", "stages"), "not an option with a value"),
         (("--what-if", "stages=x"), "stages is 'x'"),
         (("--what-if", "num_stages=2"), "stages= is their number"),
         (("--what-if", "timeout=2"), "cannot be asked on a command line"),

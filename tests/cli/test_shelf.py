@@ -121,9 +121,9 @@ def test_a_folder_is_planned_as_its_model_is(written, capsys):
         ({**LLAMA, "torch_dtype": "int7"}, "torch_dtype"),
         ({**LLAMA, "hidden_size": -4}, "cannot be built"),
         ({**LLAMA, "backbone": "resnet50"}, "backbone"),
-        ({"architectures": ["MyOwnModel"], "model_type": "mine"}, "MyOwnModel is of no known"),
-        ({"architectures": ["Wav2Vec2ForCTC"], "model_type": "wav2vec2"}, "Wav2Vec2ForCTC is of no known"),
-        ({"architectures": ["PreTrainedModel"], "model_type": "llama"}, "PreTrainedModel is of no known"),
+        ({"architectures": ["MyOwnModel"], "model_type": "mine"}, "MyOwnModel cannot be planned from"),
+        ({"architectures": ["Wav2Vec2ForCTC"], "model_type": "wav2vec2"}, "Wav2Vec2ForCTC cannot be planned from"),
+        ({"architectures": ["PreTrainedModel"], "model_type": "llama"}, "PreTrainedModel cannot be planned from"),
         (LLAMA | {"pad": " " * 5 * 2**20}, "too large"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -132,7 +132,7 @@ def test_a_file_that_describes_no_model_is_refused_by_name(written, content, wor
     with pytest.raises(UsageError) as error:
         from_shelf(read_config(written(content)), 4, 8)
     assert words in str(error.value)
-    assert "config.json" in str(error.value) or "is of no known" in words
+    assert "config.json" in str(error.value) or "cannot be planned from" in words
 
 
 @pytest.mark.parametrize(

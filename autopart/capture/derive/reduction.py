@@ -170,7 +170,7 @@ def _prove(family: ProgramFamily, unproven: UnprovenRows) -> frozenset[str]:
             "it is not known whether the rows of a batch are independent of each other in this model",
             where=unproven.where,
             why=f"{unproven.why}; {_WITHOUT_VALUES}",
-            fix="use micro_batches=1 and replicas=1, or build a model of the same code, small enough to have values, "
-            "and see with autopart.verify what it says",
+            fix="use micro_batches=1 and replicas=1, or check a small model of the same code, with values, by "
+            "autopart.verify",
         )
     return found

@@ -110,9 +110,11 @@ def choose(library: ModuleType, architectures: tuple[str, ...], model_type: str)
             for name in table.get(model_type, ())[:1]:
                 note = f"{first} takes no labels: planned as {name}, as its model_type {model_type!r} is trained"
                 return name, kind, note if first else ""
+    named = " or ".join(architectures) or f"model_type {model_type!r}"
+    known = f"{', '.join(kind.name + 's' for kind in KINDS[:-1])} and {KINDS[-1].name}"
     raise UsageError(
-        f"{' or '.join(architectures) or f'model_type {model_type!r}'} is of no known kind of training",
-        why=f"planned are {', '.join(kind.name + 's' for kind in KINDS[:-1])} and {KINDS[-1].name}",
+        f"{named} cannot be planned from a configuration file",
+        why=f"these can: {known}",
         fix='write a function that returns (model, batch), and pass it as "file.py:function"',
     )
 

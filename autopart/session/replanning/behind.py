@@ -94,7 +94,7 @@ def _refuse_options(options: Options) -> None:
     if options.schedule != "auto" and not find(options.schedule).synchronous:
         raise UsageError(
             f"activations cannot be kept under schedule {options.schedule!r}",
-            why="its batches enter by pipe.train, which is told no names of samples",
+            why="its batches enter through pipe.train, which takes no names of samples",
             fix="compile with a synchronous schedule, or leave cache= out of pipe.replan",
         )
     if options.token_slices is not None:

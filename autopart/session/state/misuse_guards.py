@@ -42,17 +42,14 @@ class MissingError(UsageError, AttributeError):
     """An attribute that other wrappers of models have, and a pipe lacks."""
 
 
-_WRAPPED = UsageError(
-    "a pipe is wrapped in DistributedDataParallel",
-    why="a pipe sums gradients over its replicas itself",
-    fix="use the pipe as it is, with replicas= in compile for data parallelism",
-)
-
-
 def unknown(name: str, captures: Any) -> Exception:
     """Return what to raise for an attribute that a pipe lacks.  captures: of its model, None in the constructor."""
     if name == "_ddp_params_and_buffers_to_ignore":  # an AttributeError would let DDP go on, and end the process
-        return _WRAPPED
+        return UsageError(
+            "a pipe is wrapped in DistributedDataParallel",
+            why="a pipe sums gradients over its replicas itself",
+            fix="use the pipe as it is, with replicas= in compile for data parallelism",
+        )
     if captures is None or (name.startswith("_") and name not in _OF_MODULES):
         return AttributeError(f"'Pipe' object has no attribute {name!r}")
     if name in _OF_MODULES:

@@ -196,8 +196,8 @@ def _require_written(model: Trained, wanted: Iterable[str], written: set[str]) -
     raise RefusedError(
         f"{first} has no value, and no initialisation of the model sets it",
         where=f"module {first.rpartition('.')[0] or '(the model itself)'} ({type(home).__name__})",
-        why=f"neither {type(home).__name__}.reset_parameters() nor an _init_weights(module) around it writes it whole"
-        + (f"; so it is with {len(missing)} tensors: {listed(missing)}" if len(missing) > 1 else ""),
+        why=f"neither {type(home).__name__}.reset_parameters() nor an _init_weights(module) around it sets all of it"
+        + (f"; the same holds for {len(missing)} tensors: {listed(missing)}" if len(missing) > 1 else ""),
         fix=f"give {type(home).__name__} a reset_parameters() that sets it, or build it with values: "
         'torch.arange(n, device="cpu"); a parameter, or a buffer that is saved, may also come from files (weights=)',
     )

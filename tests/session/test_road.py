@@ -61,7 +61,7 @@ def test_a_step_of_a_known_kind_takes_an_exchange_in_the_background_and_one_behi
         lengths.append((len(begun), len(waited)))
         begun.clear()
         waited.clear()
-    assert lengths == [(3, 2), (2, 1), (2, 1)]  # the first makes what batches with these rows take
+    assert lengths == [(4, 3), (2, 1), (2, 1)]  # the first compares batches, and makes what those with these rows take
 
 
 def test_kinds_of_batches_that_alternate_are_made_ready_once(pipe: autopart.Pipe, counted: Counted) -> None:

@@ -36,7 +36,7 @@ INDEX = "model.safetensors.index.json"
 
 _PIECE = 8 << 20
 """Bytes that are written and hashed at a time."""
-_FLUSHED = 128 << 20
+_FLUSHED = 64 << 20
 """Bytes after which the disk begins to write, while later ones are hashed; else all of it would wait for the end."""
 _AHEAD = 16
 """Pieces by which the writing may be ahead of the hashing; copies of tensors on other devices live until then."""

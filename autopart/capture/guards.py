@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import itertools
 import sys
-import sysconfig
 import types
 from collections.abc import Iterator, Set
 
 import torch
 from torch import nn
 
+from autopart.capture.source_location import INSTALLED
 from autopart.capture.trained import Trained
 from autopart.ir.errors import RefusedError, UsageError
 
@@ -134,7 +134,7 @@ def _of_its_library(hook: object, module: nn.Module) -> bool:
     if library != type(module).__module__.split(".")[0]:
         return False
     file = getattr(sys.modules.get(library), "__file__", None) or ""
-    return file.startswith(tuple(sysconfig.get_path(name) for name in ("purelib", "platlib")))
+    return file.startswith(INSTALLED)
 
 
 def _check_parameter_hooks(model: nn.Module) -> None:

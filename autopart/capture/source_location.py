@@ -21,7 +21,15 @@ _NOT_USER = (
     str(_PACKAGE.parent / "runtime"),
     "<",
 )
-LIBRARIES = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib"))
+INSTALLED = tuple(
+    {
+        *(sysconfig.get_path(name) for name in ("purelib", "platlib")),
+        *(path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")),
+        str(Path(torch.__file__).parent),
+    }
+)
+"""Where installed packages lie: also those of the user, of the system, and what a .pth file or PYTHONPATH adds."""
+LIBRARIES = (*INSTALLED, sysconfig.get_path("stdlib"))
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)')
 
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import functools
+import os
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,3 +88,12 @@ def test_recurrent_layers_give_no_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", CaptureWarning)
         assert captured(Recurrent(), ROWS.reshape(2, 2, 3)).refresh(training=True) == []
+
+
+def test_packages_in_a_folder_that_the_path_adds_are_libraries(tmp_path: Path) -> None:
+    folder = tmp_path / "dist-packages"
+    asked = f"from autopart.capture.source_location import is_library_file as f; print(f({str(folder / 'x.py')!r}))"
+    for path, found in ((str(folder), "True"), (str(tmp_path), "False")):
+        env = os.environ | {"PYTHONPATH": path}
+        done = subprocess.run([sys.executable, "-c", asked], env=env, capture_output=True, text=True, timeout=120)
+        assert done.stdout.strip() == found

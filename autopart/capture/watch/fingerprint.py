@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from autopart.capture.source_location import LIBRARIES
+from autopart.capture.source_location import INSTALLED, LIBRARIES
 
 ABSENT = object()
 _VALUES = (float, complex, int, str, bytes)
@@ -129,7 +129,7 @@ def _followed_kind(kind: Any) -> bool:
         return False
     home = str(kind.__module__)
     file = getattr(sys.modules.get(home), "__file__", None) or ""
-    standard = home in sys.builtin_module_names or (file.startswith(_STANDARD) and not file.startswith(LIBRARIES[:2]))
+    standard = home in sys.builtin_module_names or (file.startswith(_STANDARD) and not file.startswith(INSTALLED))
     return not standard and home.split(".")[0] not in ("torch", "numpy", "autopart")
 
 

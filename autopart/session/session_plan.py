@@ -243,7 +243,8 @@ class SessionPlan:
         self.activations.begin(self.batch, max(self.plan.micro_rows))
         context.values.drop_foreign_gradients()
         signature = digest_of(repr(self.batch.signature()))
-        kind = "step", digest_of(self.captures.version), signature
+        self._kinds.clear()
+        kind = self._kinds.kind("step", digest_of(self.captures.version), signature, self.batch.rows)
         self._kinds.restart(context, planned.captured.graph, planned.plan.decision, kind, executor)
         self._training = executor
         stages = planned.plan.decision.stages_of_rank(self.world.rank)

@@ -53,8 +53,11 @@ from autopart.session.step.loss_shares import (
     pieces_of,
 )
 from autopart.session.step.parts import (
+    ONE,
+    SEVERAL,
     code_sizes,
     digest,
+    fitting_cut,
     inputs_of,
     of_micros,
     replicated_of,
@@ -80,7 +83,8 @@ class Executor:
     """Runs batches of one kind along the stages of a plan.  Every method that runs something is collective.
 
     planned: the capture that the decision is for.  stand_in: an empty batch, for ranks that are given none.  shares: of
-    the last batch in its loss.
+    the last batch in its loss.  fitting: the rows that parts of a batch may have, once it is known that the model runs
+    another program on a single row; None for any.
     """
 
     def __init__(
@@ -117,6 +121,7 @@ class Executor:
         self.shares: Shares = {}
         self.computed_ns: tuple[float, ...] = ()
         self.stand_in: Batch | None = None
+        self.fitting: range | None = None
 
     @property
     def _rule(self) -> BatchRule:
@@ -186,10 +191,23 @@ class Executor:
 
     # -- from a batch to its plan ----------------------------------------------------------------------------------
 
+    def fits(self, rows: int) -> bool:
+        """Return whether a batch of these rows can be cut into parts on which the model runs this program."""
+        return self.fitting is None or fitting_cut(rows, self._decision, self.fitting) != ()
+
+    def refit(self) -> None:
+        """Cut batches from now on into parts of one row, or of several, as the program of this executor is for."""
+        self.fitting = ONE if self._graph.rows == 1 else SEVERAL
+
+    def _cut(self, batch: Batch, shards: Sequence[int] = ()) -> tuple[int, ...]:
+        if self.fitting is not None and batch.rows and not shards:
+            return fitting_cut(batch.rows, self._decision, self.fitting)
+        return micro_rows(batch, shards, self._decision)
+
     def count(self, batch: Batch) -> list[float] | None:
         """Return what this rank counts of a whole batch (`_counted`), None if its code is not made yet on all ranks.
         Local; raises BatchError and RefusedError."""
-        rows = micro_rows(batch, (), self._decision)
+        rows = self._cut(batch)
         if rows not in self._agreed:
             return None
         self._code.checks.check_constants()
@@ -201,7 +219,7 @@ class Executor:
 
         counts: of this rank (`count`), which are those of all pieces on the first rank.
         """
-        rows = micro_rows(batch, (), self._decision)
+        rows = self._cut(batch)
         made = rows in self._agreed and len(rows) in self._engines
         if not (made and self._train) or self._synced or self._update is not None:
             return False
@@ -219,7 +237,7 @@ class Executor:
         given, () if each was given the whole batch.  before: micro-batches before the first one of this batch, after
         which replicas that take turns go on.
         """
-        rows = (0,) * before + micro_rows(batch, shards, self._decision)
+        rows = (0,) * before + self._cut(batch, shards)
         sharded = bool(shards)
         counts = counts or self._prepare_together(batch, rows, sharded=sharded)
         different = require_same_batch([row[0] for row in counts], self._decision.stages[0].ranks)
@@ -238,7 +256,7 @@ class Executor:
         """
         if self._update is not None:
             require_updatable(self._decision, self._graph, scale)
-        rows = (0,) * before + micro_rows(batch, shards, self._decision)
+        rows = (0,) * before + self._cut(batch, shards)
         sharded = bool(shards)
         inputs = self._inputs(batch, rows, sharded=sharded) if 0 in self._stages else ()
         own = {

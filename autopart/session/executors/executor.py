@@ -405,8 +405,8 @@ class Executor:
         return engine
 
     def _open_sums(self, program: Program) -> dict[int, ReplicaSums]:
-        owners = self._context.values.owners
-        kept = {stage: replicated_of(self._graph, self._decision, stage, owners) for stage in self._stages}
+        owners, held = self._context.values.owners, self._context.placement.tied
+        kept = {stage: replicated_of(self._graph, self._decision, stage, owners, held) for stage in self._stages}
         return open_sums(self._world, program, kept)
 
     def _stage_runner(self, program: Program, stage: int) -> StageRunner:

@@ -133,7 +133,7 @@ def training_program(
     """Return the verified program of a training step.  prologue: as for `routing.route`.  placement: of the plan.
     statistics: stages whose replicas share batch statistics.  Raises ProgramError, and RefusedError
     (`require_buffers_in_order`)."""
-    program = replace(route(decision, graph, prologue, placement.sharing_stages), statistics=statistics)
+    program = replace(route(decision, graph, prologue, placement.sharing_stages, placement.tied), statistics=statistics)
     check_program(program, decision.schedule)
     require_buffers_in_order(program, decision, graph)
     return program
@@ -161,10 +161,12 @@ def require_buffers_in_order(program: Program, decision: Decision, graph: Graph)
         last[rank] = slot
 
 
-def replicated_of(graph: Graph, decision: Decision, stage: int, owners: Mapping[str, int]) -> Replicated:
+def replicated_of(
+    graph: Graph, decision: Decision, stage: int, owners: Mapping[str, int], held: Mapping[str, Collection[int]]
+) -> Replicated:
     """Return what the replicas of a stage keep equal, without parameters that other stages use too: these are summed
-    over all their ranks at once.  owners: of the parameters of this rank (`Replicated.owners`)."""
-    chosen, apart = set(decision.stages[stage].ops), {name for name, _ in tied(decision, graph)}
+    over all their ranks at once.  owners: of this rank's parameters (`Replicated.owners`).  held: as for `tied`."""
+    chosen, apart = set(decision.stages[stage].ops), {name for name, _ in tied(decision, graph, held)}
     trained = {param.name for param in graph.params if param.trainable} - apart
     released: dict[str, None] = {}  # by first use: a gradient is complete after the backward of that op
     sparse: set[str] = set()

@@ -28,7 +28,7 @@ from autopart.session.step.data import (
     shared_stand_in,
 )  # fmt: skip
 from autopart.session.step.kept.activations import Samples
-from autopart.session.step.parts import SEVERAL, fitting_cut, warn_of_other_batches
+from autopart.session.step.parts import ONE, SEVERAL, fitting_cut, warn_of_other_batches
 
 _CALLS = {"step": "step", "loss": "eval_loss", "predict": "predict"}
 """The call of a pipe by the mode in which the model is captured."""
@@ -190,7 +190,7 @@ class Session(SessionPlan):
         except OtherProgramError:
             if shards or batch.rows in (None, 1) or executor.fitting is not None:
                 raise
-            executor.refit()
+            executor.fitting = ONE if executor.planned.graph.rows == 1 else SEVERAL
             kind = self._kinds.kind(*kind[:3], batch.rows)
             executor = self._kinds.executor(kind, batch)
             executor.stand_in = stand_in

@@ -94,7 +94,8 @@ class KnownKinds:
     def kind(self, mode: str, version: float, signature: float, rows: int | None) -> Kind:
         """Return the kind of a batch of this number of rows.  version, signature: digests."""
         known = self._found.peek((mode, version, signature, ""))
-        apart = rows and known is not None and not known.fits(rows)
+        fitting = known.fitting if known is not None else None
+        apart = known is not None and rows and fitting is not None and not fitting_cut(rows, known.decision, fitting)
         return mode, version, signature, _WHOLE if rows == 1 else _APART if apart else ""
 
     def executor(self, kind: Kind, batch: Batch, shards: tuple[int, ...] = ()) -> Executor:

@@ -85,7 +85,6 @@ class Session(SessionPlan):
         try:
             batch = self._read(arguments, mode)
             self.follow_model(training=mode == "step")
-            self._reader.prove(here=sharded or self.world.rank == self.needing[0])
             if batch is None:  # the counts of others are enough, unless buffers have to be compared here
                 return None, "", None if self.plan.decision.token_slices else (), None
             if sharded:

@@ -13,7 +13,7 @@ from typing import Self
 import torch
 
 from autopart.capture import CaptureCache, Captured
-from autopart.capture.batch.batch import Batch
+from autopart.capture.batch.batch import Batch, BatchReader
 from autopart.capture.derive.reduction import BatchRule
 from autopart.capture.guards import check_autocast, tied_names
 from autopart.costs.sources import CostedGraph
@@ -52,7 +52,6 @@ from autopart.session.step.data import (
 )  # fmt: skip
 from autopart.session.step.kept.activations import Activations
 from autopart.session.step.loss_shares import Shares
-from autopart.session.step.padded import PaddingReader
 from autopart.session.weights.source import Weights, weights_for
 
 Preparing = Callable[[], Callable[[RankContext], None]]
@@ -89,7 +88,7 @@ class SessionPlan:
         self.captures = captures
         self.options = options
         self.cluster = cluster
-        self._reader = PaddingReader(captures, options)
+        self._reader = BatchReader()
         self._kinds = KnownKinds()
         self.spans: list[Span] | None = None
         self.tied: Mapping[str, str] = {}
@@ -117,7 +116,6 @@ class SessionPlan:
                     # Kept: another plan captures the model at other sizes.
                     self.batch = first_batch(self._read(arguments), sharded=sharded)
                     read_plan(self.options)
-                    self._reader.prove(here=self.world.rank == 0)
                     self.tied = tied_names(self.captures.trained)
                     weights = weights_for(self.captures.trained, self.options.weights, self.options.seed)
                 began = time.perf_counter()
@@ -327,7 +325,7 @@ class SessionPlan:
             return None
         if mode == "predict" and self.options.loss_fn is not None:
             refuse_target(self.captures.model, batch)
-        return self._reader.read(batch, mode)
+        return self._reader.read(batch, with_target=self.options.loss_fn is not None and mode != "predict")
 
     def follow_model(self, *, training: bool) -> None:
         """Compare the model with its captures, and bring its new values and flags to what this rank holds.  training:

@@ -80,7 +80,10 @@ def _decoded(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         found = getattr(torch, dtype)
         if not isinstance(found, torch.dtype):
             raise ValueError(f"{dtype} is not a type of tensors")
-        return torch.tensor(_decoded(number, tensors), dtype=found)
+        made = torch.tensor(_decoded(number, tensors), dtype=found)
+        if made.dim():
+            raise ValueError("it holds several numbers")
+        return made
     if mark == "$stored":
         return tensors[inner]
     raise ValueError(f"{mark} is unknown")

@@ -217,9 +217,10 @@ class PipeState(ModuleSurface):
     # -- state ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the model's own `state_dict` makes of the values of all ranks, on every rank, on the CPU.  Its own
-        load_state_dict accepts it.  It also holds `steps`, the loss scale and fp32 master weights, which torch.save
-        keeps."""
+        """Return what the model's own `state_dict` makes of the values of all ranks, on every rank, on the CPU.
+
+        Its own load_state_dict accepts it.  It also holds `steps`, the loss scale and fp32 master weights, which
+        torch.save keeps."""
         with self.session.call("state_dict") as session:
             more = {"scaler": self.scaler.state_dict()} if self.scaler is not None else {}
             return whole_state(session, steps=self._steps, **more)
@@ -228,7 +229,8 @@ class PipeState(ModuleSurface):
         """Return this rank's part of `state_dict`, on the CPU; also after a step that failed.  Not collective.
 
         It holds what this rank trains, and what no rank trains, by the names of parameters and buffers, without hooks
-        of the model.  The parts of all ranks together are the whole state: `{**part0, **part1}`.  After an error in the script itself, parts may be one optimizer step apart.
+        of the model.  The parts of all ranks together are the whole state: `{**part0, **part1}`.  After an error in
+        the script itself, parts may be one optimizer step apart.
         """
         return local_state(self.session, self._steps)
 

@@ -22,7 +22,7 @@ from autopart.files.checkpoints.values import decoded
 from autopart.ir.errors import CheckpointError, UsageError
 from autopart.session.ranks.agreement import from_rank, together
 from autopart.session.session import Session
-from autopart.session.state.checkpoints.around import Around, Told, document_of, saved_scheduler
+from autopart.session.state.checkpoints.around import Around, Told, document_of, require_scaler, saved_scheduler
 from autopart.session.state.checkpoints.contents import Contents, contents_of, driven_names, own_state
 from autopart.session.state.checkpoints.loading import Staged, Wanted, adopt_optimizer, staged, value_for
 from autopart.session.state.checkpoints.rescued import forget, newest_at
@@ -194,6 +194,7 @@ class Saver:
             for title, state in states.items():
                 around.companions[title].check(state)
             scheduler = saved_scheduler(document, around.scheduler)
+            require_scaler(document)
             known = document.companions
             absent = sorted(n for n, each in around.companions.items() if n not in known and each.tensors())
             if absent:

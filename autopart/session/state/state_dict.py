@@ -178,15 +178,17 @@ def load_state(
         wrong = _loaded(model, state, strict=strict)
     if session is None:
         return wrong
-    masters, kept = session.tensors.masters, remembered(state).get("masters", {})
+    masters, kept, own_way = session.tensors.masters, remembered(state).get("masters", {}), model.own_loading()
     with torch.no_grad():
         for name, target in held.items():
             if own[name] is not target and not own[name].is_meta:
                 own[name].copy_(target)
-            given = state.get(name, target)
-            as_given = isinstance(given, torch.Tensor) and torch.equal(given.to(target), target)
-            if as_given or model.own_loading():
-                masters.take_over(session.tied.get(name, name), given if as_given else target, kept.get(name))
+            given = state.get(name)
+            if own_way and not (isinstance(given, torch.Tensor) and torch.equal(given.to(target), target)):
+                given = target
+            if given is not None:
+                first = session.tied.get(name, name)
+                masters.take_over(first, given, kept.get(first))
     masters.write()
     return wrong
 

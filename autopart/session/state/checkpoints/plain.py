@@ -13,7 +13,7 @@ from torch import nn
 from autopart.capture.guards import tied_names
 from autopart.capture.trained import Trained
 from autopart.files.checkpoints.document import OPTIMIZER, Document, read_document
-from autopart.files.checkpoints.folders import Root, checkpoint_at
+from autopart.files.checkpoints.folders import Root, read_at
 from autopart.files.checkpoints.stored import opened
 from autopart.files.checkpoints.values import decoded, encoded
 from autopart.session.state.checkpoints.around import HasState, saved_scheduler, scheduler_state, version
@@ -37,9 +37,13 @@ def load_into(
     Everything is read and compared with its hash first: after a CheckpointError nothing has changed.
     """
     own, names = _own(model)
-    path, trained = checkpoint_at(folder), Trained(model)
-    document = read_document(path)
-    found = staged(opened(path, document), Wanted(own, frozenset(own), names, trained), optimizer, ())
+    trained = Trained(model)
+
+    def read(path: Path) -> tuple[Document, Staged]:
+        document = read_document(path)
+        return document, staged(opened(path, document), Wanted(own, frozenset(own), names, trained), optimizer, ())
+
+    document, found = read_at(folder, read)
     state = saved_scheduler(document, scheduler)
     extra = decoded(document.extra, "extra")
     _copy(own, found)

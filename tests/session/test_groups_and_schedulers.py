@@ -139,14 +139,15 @@ def changed(draw: random.Random, cut: Cut) -> Cut:
 
 @pytest.mark.parametrize("count", [130, pytest.param(2000, marks=pytest.mark.slow)])
 def test_every_parameter_goes_on_as_saved_in_whatever_group_it_is(tmp_path: Path, count: int) -> None:
+    known = [pace for pace in SCHEDULERS if pace != "not of torch"]
     for seed in range(count):
         draw = random.Random(seed)
         names = draw.sample([name for name, _ in net().named_parameters()], 6)
         several = draw.choice([1, 1, 2, 3])
         kinds = [draw.choice(list(OPTIMIZERS)) for _ in range(several)]
-        paces = [draw.choice(list(SCHEDULERS)) for _ in range(several)]
-        if seed < len(SCHEDULERS):
-            paces[0] = list(SCHEDULERS)[seed]
+        paces = [draw.choice(known) for _ in range(several)]
+        if seed < len(known):
+            paces[0] = known[seed]
         cuts = [
             drawn_cut(draw, names[n::several], [3 * n + k for k in range(draw.randint(1, 2))]) for n in range(several)
         ]

@@ -29,6 +29,7 @@ PARTS = {
         "e2e/test_models_from_meta.py",
         "e2e/test_checkpoints.py",
         "e2e/test_sampler.py",
+        "e2e/test_position_in_data.py",
         "session",
     ],
     "schedules": ["e2e/test_schedule_grid.py", "e2e/test_split_backward.py", "e2e/test_stages_per_rank.py"],

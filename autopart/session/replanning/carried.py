@@ -45,8 +45,8 @@ class Kind:
 def carrying(session: Session, optimizers: Optimizers, placeholder: nn.Parameter) -> Callable[[RankContext], None]:
     """Check this rank's optimizers, and return what moves its state once the ranks hold what another plan gives them.
 
-    placeholder: the parameter of a rank that has none.  Collective, and so is what is returned.  Raises UsageError on
-    all ranks, before anything is changed, for state that has no name, and for optimizers that differ between ranks.
+    placeholder: the parameter of a rank that trains none.  Collective, and so is what is returned.  Raises UsageError
+    on all ranks, before anything is changed, for state that has no name, and for optimizers that differ between ranks.
     Bytes sent: of the state of the parameters that move, each from one rank to the ranks that keep it now."""
     world = session.world
     with together(world, _MOVING):
@@ -137,6 +137,8 @@ def _give(
             group["param_names"] = own
     if not any(group["params"] for group in groups):
         groups[0]["params"] = [placeholder]
+        if "param_names" in groups[0]:
+            groups[0]["param_names"] = [""]
     for optimizer in optimizers:
         optimizer.state.clear()
     names = {id(parameter): name for name, parameter in kept.items()} | {id(placeholder): ""}

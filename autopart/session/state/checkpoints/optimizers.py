@@ -16,8 +16,10 @@ import torch
 from autopart.files.checkpoints.document import Group, OptimizerState
 from autopart.files.checkpoints.values import decoded, encoded
 from autopart.ir.errors import CheckpointError, UsageError
+from autopart.session.state.companions import refusal
 
-_HOW = ("foreach", "fused")
+_NUMBERS = int | float | torch.Tensor
+_HOW = ("foreach", "fused", "capturable")
 """Options that say how an update is computed, not what; they stay those of the optimizer that loads."""
 _MADE = "make the optimizer from pipe.parameters() or pipe.named_parameters(), after the last change of the plan"
 Optimizers = Sequence[torch.optim.Optimizer]
@@ -189,6 +191,41 @@ def matched(ranks: Sequence[Sequence[Group]], saved: OptimizerState) -> tuple[in
         empty |= set() if names else {number}
     free = set(range(len(saved.groups))) - set(found)
     return tuple(n if n in empty & free else source for n, source in enumerate(found))
+
+
+def check_fits(
+    optimizers: Optimizers, names: Mapping[int, str], saved: OptimizerState, sources: Sequence[int | None]
+) -> list[dict[str, Any]]:
+    """Return the saved options of each parameter group of optimizers.  Local; changes nothing.
+
+    sources: of the groups (`matched`).  Raises CheckpointError for values that no optimizer of this kind has: once this
+    has returned, `adopt_state` cannot fail."""
+    found = []
+    for number, ((optimizer, group), source) in enumerate(zip(groups_with(optimizers), sources, strict=True)):
+        options = saved.groups[source].options if source is not None else {}
+        what = f"of group {number}"
+        found.append({k: decoded(v, f"option {k!r} {what}") for k, v in options.items() if k not in _HOW})
+        for key, value in found[-1].items():
+            if key in ("params", "param_names") or not _alike(value, group.get(key)):
+                kind = type(optimizer).__name__
+                raise refusal(f"option {key!r} {what}", value, f"this {kind} has {group.get(key)!r:.80}")
+        for name in [names[id(parameter)] for parameter in group["params"]]:
+            for key, value in saved.values.get(name, {}).items():
+                decoded(value, f"state {key!r} of {name}")
+            for key in saved.tensors.get(name, ()):
+                if "/" in key or key in saved.values.get(name, {}):
+                    raise refusal(f"the state of {name}", key, "it has to be the name of one tensor")
+    return found
+
+
+def _alike(saved: Any, own: Any) -> bool:
+    """Whether a saved option can take the place of what an optimizer has: both numbers, texts, or lists of such."""
+    if own is None:
+        return True
+    if isinstance(own, tuple | list):
+        return isinstance(saved, tuple | list) and len(saved) == len(own) and all(map(_alike, saved, own))
+    numbers = isinstance(saved, _NUMBERS) and isinstance(own, _NUMBERS)
+    return numbers or isinstance(saved, type(own))
 
 
 def adopt_state(

@@ -13,12 +13,12 @@ from torch import nn
 from autopart.capture.guards import tied_names
 from autopart.capture.trained import Trained
 from autopart.files.checkpoints.document import OPTIMIZER, Document, read_document
-from autopart.files.checkpoints.folders import Root, checkpoint_at
+from autopart.files.checkpoints.folders import Root, read_at
 from autopart.files.checkpoints.stored import opened
 from autopart.files.checkpoints.values import decoded, encoded
 from autopart.session.state.checkpoints.around import version
 from autopart.session.state.checkpoints.contents import Contents, tied_once
-from autopart.session.state.checkpoints.loading import Wanted, adopt_optimizers, staged, value_for
+from autopart.session.state.checkpoints.loading import Staged, Wanted, adopt_optimizers, staged, value_for
 from autopart.session.state.checkpoints.optimizers import (
     GivenOptimizer,
     groups_of,
@@ -35,6 +35,7 @@ from autopart.session.state.checkpoints.schedulers import (
     scheduler_state,
     schedulers_of,
 )
+from autopart.session.state.extra_state import EXTRA_STATE, give_extra_state, saved_extra_state
 
 
 def load_into(
@@ -50,19 +51,28 @@ def load_into(
     """
     optimizers, schedulers = optimizers_of(optimizer), schedulers_of(scheduler)
     own, names = _own(model)
-    path = checkpoint_at(folder)
-    document = read_document(path)
-    saved = document.optimizer
-    sources = matched([groups_of(optimizers, names)], saved) if optimizers and saved is not None else ()
-    found = staged(opened(path, document), Wanted(own, frozenset(own), names, sources), optimizers, ())
-    states = saved_schedulers(document, schedulers, optimizers, sources)
+    trained = Trained(model)
+
+    def read(path: Path) -> tuple[Document, Staged, list[dict[str, Any]]]:
+        document = read_document(path)
+        saved = document.optimizer
+        sources = matched([groups_of(optimizers, names)], saved) if optimizers and saved is not None else ()
+        wanted = Wanted(own, frozenset(own), names, trained)
+        found = staged(opened(path, document), wanted, optimizers, sources, ())
+        return document, found, saved_schedulers(document, schedulers, optimizers, sources)
+
+    document, found, schedules = read_at(folder, read)
     extra = decoded(document.extra, "extra")
-    with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(value_for(tensor, name, found))
-    if optimizers and saved is not None:
-        adopt_optimizers(optimizers, names, saved, found)
-    for each, state in zip(schedulers, states, strict=True):
+    _copy(own, found)
+    give_extra_state(trained, found.extra_state)
+    if trained.own_loading():  # what its hooks do besides, such as values that they derive
+        try:
+            trained.load_state_dict(trained.state_dict(), strict=False)
+        finally:
+            _copy(own, found)  # its state_dict() may round
+    if optimizers and document.optimizer is not None:
+        adopt_optimizers(optimizers, names, document.optimizer, found)
+    for each, state in zip(schedulers, schedules, strict=True):
         each.load_state_dict(state)
     return extra
 
@@ -85,11 +95,13 @@ def save_from(
     own, names = _own(model)
     part = part_of(optimizers, names) if optimizers else None
     more = {} if part is None else {f"{OPTIMIZER}/{key}/{name}": tensor for (name, key), tensor in part.tensors.items()}
+    states, tensors = saved_extra_state(Trained(model).stateful())
     document = Document(
         step,
         torch.__version__,
         version(),
         {},
+        companions={EXTRA_STATE: states} if states else {},
         optimizer=joined([part]),
         scheduler=scheduler_state(schedulers, optimizers),
         extra=encoded(extra, "extra"),
@@ -98,7 +110,7 @@ def save_from(
         root = Root(Path(folder))
         try:
             draft = Draft(root.draft(step), document, 0)
-            write_part(draft, Contents(own, more, part))
+            write_part(draft, Contents(own, more | tensors, part))
             return publish(draft, root, keep, config_text(model))
         finally:
             root.close()
@@ -110,6 +122,10 @@ def _own(model: nn.Module) -> tuple[dict[str, torch.Tensor], Mapping[int, str]]:
     """Return the parameters and persistent buffers of a model, tied ones once, and the names of its parameters."""
     trained = Trained(model)
     tied = tied_names(trained)
-    return tied_once(trained.state_dict(), tied), {
-        id(parameter): name for name, parameter in trained.named_parameters()
-    }
+    return tied_once(trained.tensors(), tied), {id(parameter): name for name, parameter in trained.named_parameters()}
+
+
+def _copy(own: Mapping[str, torch.Tensor], found: Staged) -> None:
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(value_for(tensor, name, found))

@@ -10,6 +10,7 @@ from autopart.files.checkpoints.document import Document, SchedulerState
 from autopart.files.checkpoints.values import decoded, encoded
 from autopart.ir.errors import CheckpointError, UsageError
 from autopart.session.state.checkpoints.optimizers import Optimizers
+from autopart.session.state.companions import refusal
 
 _STATE = "the state of the scheduler"
 _INNER = "_schedulers"
@@ -64,6 +65,8 @@ def saved_schedulers(
     several = () if kept is None or isinstance(kept, dict) or not sources else kept
     entries = [(every, kept)] if isinstance(kept, dict) else [(each.groups or every, each.state) for each in several]
     left = [(theirs, decoded(state, _STATE)) for theirs, state in entries]
+    if wrong := [state for _, state in left if not isinstance(state, dict)]:
+        raise refusal(_STATE, wrong[0], "it has to be a table of values by name")
     result = []
     for each in schedulers:
         own = [sources[number] for number in _driven(each, optimizers) or range(len(sources))] or [0]

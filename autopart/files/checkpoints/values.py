@@ -72,7 +72,10 @@ def _decoded(value: Any) -> Any:
         found = getattr(torch, dtype)
         if not isinstance(found, torch.dtype):
             raise ValueError(f"{dtype} is not a type of tensors")
-        return torch.tensor(_decoded(number), dtype=found)
+        made = torch.tensor(_decoded(number), dtype=found)
+        if made.dim():
+            raise ValueError("it holds several numbers")
+        return made
     raise ValueError(f"{mark} is unknown")
 
 

@@ -13,10 +13,11 @@ from torch import nn
 
 from autopart.files.checkpoints.document import Document
 from autopart.files.checkpoints.values import decoded, encoded
-from autopart.ir.errors import CheckpointError
+from autopart.ir.errors import CheckpointError, UsageError
 from autopart.session.session import Session
 from autopart.session.state.checkpoints.optimizers import OptimizerPart, joined
-from autopart.session.state.companions import Companion
+from autopart.session.state.companions import Companion, refusal
+from autopart.session.state.scaler import LossScaler
 
 _SCHEDULER = "the state of the scheduler"
 
@@ -99,7 +100,18 @@ def saved_scheduler(document: Document, scheduler: HasState | None) -> Any:
     """Return the saved state for a scheduler.  Raises CheckpointError if there is none for it."""
     if scheduler is not None and document.scheduler is None:
         raise CheckpointError("the checkpoint holds no state of a scheduler", fix="load without scheduler=")
-    return decoded(document.scheduler, _SCHEDULER)
+    state = decoded(document.scheduler, _SCHEDULER)
+    if scheduler is not None and not isinstance(state, dict):
+        raise refusal(_SCHEDULER, state, "it has to be a table of values by name")
+    return state
+
+
+def require_scaler(document: Document) -> None:
+    """Raise CheckpointError if the saved state of the loss scaler is not one."""
+    try:
+        LossScaler().load_state_dict(document.scaler or LossScaler().state_dict())
+    except UsageError as error:
+        raise refusal("the state of the loss scaler", document.scaler, error.what) from error
 
 
 def version() -> str:

@@ -13,12 +13,12 @@ from torch import nn
 from autopart.capture.guards import tied_names
 from autopart.capture.trained import Trained
 from autopart.files.checkpoints.document import OPTIMIZER, Document, read_document
-from autopart.files.checkpoints.folders import Root, checkpoint_at
+from autopart.files.checkpoints.folders import Root, read_at
 from autopart.files.checkpoints.stored import opened
 from autopart.files.checkpoints.values import decoded, encoded
 from autopart.session.state.checkpoints.around import HasState, saved_scheduler, scheduler_state, version
 from autopart.session.state.checkpoints.contents import Contents, tied_once
-from autopart.session.state.checkpoints.loading import Wanted, adopt_optimizer, staged, value_for
+from autopart.session.state.checkpoints.loading import Staged, Wanted, adopt_optimizer, staged, value_for
 from autopart.session.state.checkpoints.optimizers import joined, part_of
 from autopart.session.state.checkpoints.saver import require_folder, unwritable
 from autopart.session.state.checkpoints.saving import Draft, config_text, publish, write_part
@@ -36,9 +36,12 @@ def load_into(
     Everything is read and compared with its hash first: after a CheckpointError nothing has changed.
     """
     own, names = _own(model)
-    path = checkpoint_at(folder)
-    document = read_document(path)
-    found = staged(opened(path, document), Wanted(own, frozenset(own), names), optimizer, ())
+
+    def read(path: Path) -> tuple[Document, Staged]:
+        document = read_document(path)
+        return document, staged(opened(path, document), Wanted(own, frozenset(own), names), optimizer, ())
+
+    document, found = read_at(folder, read)
     state = saved_scheduler(document, scheduler)
     extra = decoded(document.extra, "extra")
     with torch.no_grad():

@@ -22,10 +22,10 @@ from autopart.files.checkpoints.values import decoded
 from autopart.ir.errors import CheckpointError, UsageError
 from autopart.session.ranks.agreement import from_rank, together
 from autopart.session.session import Session
-from autopart.session.state.checkpoints.around import Around, Told, document_of, saved_scheduler
+from autopart.session.state.checkpoints.around import Around, Told, document_of, require_scaler, saved_scheduler
 from autopart.session.state.checkpoints.contents import Contents, contents_of, driven_names, own_state
 from autopart.session.state.checkpoints.loading import Staged, Wanted, adopt_optimizer, staged, value_for
-from autopart.session.state.checkpoints.rescued import forget, newest_at
+from autopart.session.state.checkpoints.rescued import forget, newest_at, replaced
 from autopart.session.state.checkpoints.saving import (
     Background,
     Draft,
@@ -36,7 +36,7 @@ from autopart.session.state.checkpoints.saving import (
 )
 
 T = TypeVar("T")
-_SAVING = "saving a checkpoint"
+_SAVING, _LOADING = "saving a checkpoint", "loading a checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,20 +177,28 @@ class Saver:
 
         own = own_state(session)
         newest = partial(newest_at, folder, own, missing_ok=missing_ok)
-        path, document = from_rank(world, 0, "loading a checkpoint", newest)
-        if document is None:
-            return None, None
         names = driven_names(session, around.placeholder)
         held, owners = session.tensors.held, session.context.placement.owners
         like = {name: tensor for name, tensor in own.items() if name in held or name not in owners}
-        with together(world, "loading a checkpoint"):
-            session.tensors.masters.write()
-            wanted = Wanted(like, frozenset(own), names)
-            found = staged(opened(path, document), wanted, around.optimizer, around.companions)
+        wanted = Wanted(like, frozenset(own), names)
+        while True:
+            path, document = from_rank(world, 0, _LOADING, newest)
+            if document is None:
+                return None, None
+            try:
+                with together(world, _LOADING):
+                    session.tensors.masters.write()
+                    found = staged(opened(path, document), wanted, around.optimizer, around.companions)
+                break
+            except CheckpointError as error:  # on all ranks alike
+                if not from_rank(world, 0, _LOADING, partial(replaced, folder, path, error)):
+                    raise
+        with together(world, _LOADING):
             states = {n: decoded(document.companions[n], n) for n in around.companions if n in document.companions}
             for title, state in states.items():
                 around.companions[title].check(state)
             scheduler = saved_scheduler(document, around.scheduler)
+            require_scaler(document)
             known = document.companions
             absent = sorted(n for n, each in around.companions.items() if n not in known and each.tensors())
             if absent:

@@ -34,6 +34,7 @@ from autopart.session.state.checkpoints.saving import (
     wait_for_parts,
     write_part,
 )
+from autopart.session.state.extra_state import counting_here, give_extra_state, saved_extra_state
 
 T = TypeVar("T")
 _SAVING, _LOADING = "saving a checkpoint", "loading a checkpoint"
@@ -64,7 +65,9 @@ class Saver:
         self.settle(session)
         with together(world, _SAVING):
             contents = contents_of(session, around.optimizer, around.companions, around.placeholder)
-            mine = Told.of(contents.optimizer, around, request.extra)
+            states, tensors = saved_extra_state(counting_here(session))
+            contents.more.update(tensors)
+            mine = Told.of(contents.optimizer, around, request.extra, states)
         document = document_of(session, world.gather_objects(mine), around.step)
         folder = from_rank(world, 0, _SAVING, partial(self._begin, request.folder, around.step))
         draft = Draft(folder, document, world.rank)
@@ -180,7 +183,7 @@ class Saver:
         names = driven_names(session, around.placeholder)
         held, owners = session.tensors.held, session.context.placement.owners
         like = {name: tensor for name, tensor in own.items() if name in held or name not in owners}
-        wanted = Wanted(like, frozenset(own), names)
+        wanted = Wanted(like, frozenset(own), names, session.captures.trained)
         while True:
             path, document = from_rank(world, 0, _LOADING, newest)
             if document is None:
@@ -213,6 +216,8 @@ class Saver:
             around.scheduler.load_state_dict(scheduler)
         for title, state in states.items():
             around.companions[title].load(state, found.companions.get(title, {}))
+        with together(world, "giving modules their extra state"):
+            give_extra_state(session.captures.trained, found.extra_state)
         return document, extra
 
 

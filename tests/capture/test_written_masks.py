@@ -17,11 +17,11 @@ from autopart.capture.batch.batch import flatten
 
 ROWS, TOKENS, WIDTH = 4, 4, 4
 LOWEST = torch.finfo(torch.float64).min
-Step = tuple[str, float, float, int, float]
+Step = tuple[str, int, int, int, float]
 """What is done, places of two masks among those there are, a token, and a number that is shown or hidden."""
 
 BUILD = ("view", "clone", "and", "or", "twice", "fill", "fill_", "sum", "where")
-KINDS = (*BUILD, *("write",) * 4, "iand", *("attend",) * 4)
+KINDS = (*BUILD, *("write",) * 6, "iand", *("attend",) * 6)
 
 
 class Drawn(nn.Module):
@@ -42,12 +42,12 @@ class Drawn(nn.Module):
         tri = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
         masks = [own[:, None, None, :], own[:, None, None, :].expand(-1, 1, TOKENS, -1), tri, own[:, None, None] & tri]
         for kind, first, second, token, shown in self.steps:
-            a = masks[int(first * len(masks))]
+            a = masks[first % len(masks)]
             if kind == "attend":
                 x = self.attend(x, a)
                 continue
             same = [mask for mask in masks if mask.dtype is a.dtype]
-            made = made_of(kind, a, same[int(second * len(same))], token, shown)
+            made = made_of(kind, a, same[second % len(same)], token, shown)
             if made is not None:
                 masks.append(made)
         return self.attend(x, masks[-1]).square().mean()
@@ -80,12 +80,15 @@ def made_of(kind: str, a: torch.Tensor, b: torch.Tensor, token: int, shown: floa
 def drawn(seed: int) -> tuple[list[Step], torch.Tensor]:
     """Return random steps, and which keys a batch shows."""
     draw = random.Random(seed)
-    steps = [
-        (draw.choice(KINDS), draw.random(), draw.random(), draw.randrange(1, TOKENS), draw.choice((-1.0, 1.0, 1.0)))
-        for _ in range(draw.randint(3, 14))
-    ]
+    steps: list[Step] = []
+    last = 0
+    for _ in range(draw.randint(4, 14)):
+        kind, first = draw.choice(KINDS), draw.randrange(12)
+        if kind == "attend":  # more often than not as before
+            last = first = last if draw.random() < 0.6 else first
+        steps.append((kind, first, draw.randrange(12), draw.randrange(1, TOKENS), draw.choice((-1.0, 1.0))))
     keep = torch.ones(ROWS, TOKENS, dtype=torch.bool)
-    if draw.random() < 0.3:
+    if draw.random() < 0.2:
         keep[draw.randrange(ROWS), draw.randrange(1, TOKENS)] = False
     return steps, keep
 
@@ -108,13 +111,13 @@ def check(seed: int) -> None:
             torch.testing.assert_close(mine.grad, own.grad, rtol=1e-9, atol=1e-12, msg=f"seed {seed}")
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [7, 38])
 def test_masks_that_are_written_to_are_judged_as_attention_meets_them(seed: int) -> None:
     check(seed)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(6, 306, 30))
+@pytest.mark.parametrize("first", range(0, 300, 30))
 def test_many_masks_that_are_written_to_are_judged_as_attention_meets_them(first: int) -> None:
     for seed in range(first, first + 30):
         check(seed)

@@ -2,11 +2,14 @@
 
 The captured program runs on `large` rows and, on the same data, on `small` rows at several offsets.  A value passes if
 every slice matches and, if gradients flow through it, the gradients of a random function of it add up over the pieces.
-This is done on the user's rows and on random data like them; values of few elements, which agree by chance, are tried
-more often.
+This is done on the user's rows and weights, and on random data like them with random weights of their own, in which no
+gate is closed; values of few elements, which agree by chance, are tried more often.  In later turns masks of rows are
+turned over in places, so that rare conditions occur, and numbers are large, so that thresholds are crossed.
 
-Assumes that a value that depends on other rows does so for this data too: ops that couple rows rarely (an expert that
-overflows) can pass.  Dropout is off, other random numbers are 0.5, and batch norm uses its running statistics.
+Never asked about values behind a comparison or a limit of places and counts of rows (an expert that overflows), which
+numbers cannot settle (`passes.loss.analysis`).  Assumes that an op of your own, of which nothing is known, does not
+couple rows for rare numbers alone.  Dropout is off, other random numbers are 0.5, and batch norm uses its running
+statistics.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import torch
 from torch import fx
 
 from autopart.capture.batch.batch import Batch
+from autopart.passes.ops.row import POINTWISE
 from autopart.passes.ops.table import row_of
 from autopart.rng import keyed
 
@@ -27,6 +31,8 @@ if TYPE_CHECKING:
     from autopart.capture import Captured
 
 Tensors = dict[str, torch.Tensor]
+Weights = dict[int, torch.Tensor]
+"""Values to use instead of those of the model, by the identity of its tensors."""
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 5e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 """Largest difference of an element, relative to the largest element of the value."""
 _MOST_TURNS = 10
@@ -35,6 +41,10 @@ _LEAST_SHOWN = 2
 """Random batches with distinct rows in which a value has to match."""
 _MOST_TRIALS = 24
 """Runs spent on finding the values whose gradients do not add up."""
+_GRADIENT_TURNS = 3
+"""The first turns, in which gradients are compared too; the last of them turns masks over."""
+_LARGE = (1.0, 1.0, 1.0, 30.0)
+"""Sizes of random numbers, by turn, over and over."""
 
 
 def prove_rows(small: Captured, large: Captured, names: Iterable[str], batch: Batch) -> frozenset[str]:
@@ -51,9 +61,9 @@ def prove_rows(small: Captured, large: Captured, names: Iterable[str], batch: Ba
         return frozenset(constants)
     seen = dict.fromkeys(values, 0)  # value: random batches that tell something about it
     for turn in range(_MOST_TURNS):
-        if not seen or min(seen.values()) >= _enough(seen, large):
+        if not seen or (turn > len(_LARGE) and min(seen.values()) >= _enough(seen, large)):
             break
-        found = _Trial(small, large, data_of_turn(large, batch, turn)).passing(list(seen), gradients=turn < 2)
+        found = _Trial(small, large, batch, turn).passing(list(seen), gradients=turn < _GRADIENT_TURNS)
         if not found and turn == 0:
             return frozenset(constants)
         for name, verdict in found.items():
@@ -77,6 +87,33 @@ def data_of_turn(captured: Captured, batch: Batch, turn: int) -> Batch:
     asked_about = captured.questions.inputs if captured.questions is not None else frozenset[int]()
     data = batch.with_rows(rows) if turn == 0 else resampled(batch, rows, turn, asked_about)
     return data.to(next((tensor.device for tensor in captured.tensors.values()), torch.device("cpu")))
+
+
+def weights_of_turn(captured: Captured, turn: int) -> Weights:
+    """Return other values for the parameters and buffers of a model, by the identity of each: none at turn 0, then
+    random ones that depend on the turn alone.
+
+    Parameters get numbers of a usual size, whatever they are now: a gate that is 0 at first is open.  Those that are
+    positive stay so.  Numbers of buffers keep their sign, and zeros become positive; what is infinite stays.
+    """
+    if turn == 0:
+        return {}
+    generator, found = torch.Generator().manual_seed(turn), Weights()
+    kinds = captured.names.kinds
+    for name, tensor in captured.tensors.items():
+        if not tensor.is_floating_point() or kinds.get(name) not in ("param", "buffer"):
+            continue
+        drawn = torch.randn(tensor.shape, generator=generator).to(tensor)
+        with torch.no_grad():
+            if kinds[name] == "buffer":
+                drawn = torch.where(tensor == 0, 0.3 * drawn.abs(), tensor * (0.3 * drawn).exp())
+            else:
+                drawn = (
+                    drawn * _LARGE[turn % len(_LARGE)] / (max(1, tensor.shape[-1]) ** 0.5 if tensor.dim() > 1 else 1)
+                )
+                drawn = drawn.abs() + 0.1 if bool((tensor > 0).all()) else drawn
+        found[id(tensor)] = drawn.requires_grad_(tensor.requires_grad)
+    return found
 
 
 def rows_of(batch: Batch, place: int, rows: int) -> list[torch.Tensor]:
@@ -117,8 +154,10 @@ def resampled(batch: Batch, rows: int, seed: int, in_whole_rows: Set[int] = froz
 class _Trial:
     """Both programs on one batch of `large` rows."""
 
-    def __init__(self, small: Captured, large: Captured, batch: Batch) -> None:
-        self._small, self._large, self._batch = small, large, batch
+    def __init__(self, small: Captured, large: Captured, batch: Batch, turn: int) -> None:
+        self._small, self._large, self._batch = small, large, data_of_turn(large, batch, turn)
+        self._weights = weights_of_turn(large, turn)
+        self._turned = _Turned(small, large, turn) if turn > 1 else None
         self._values = large.graph.value_map()
         rows, self._piece = large.graph.rows, small.graph.rows
         self._places = [*range(0, rows - self._piece, self._piece), rows - self._piece]
@@ -142,16 +181,22 @@ class _Trial:
     def _matching(self, names: list[str]) -> dict[str, bool | None]:
         found: dict[str, bool | None] = {}
         with torch.no_grad():
-            whole = run(self._large, rows_of(self._batch, 0, self._large.graph.rows), set(names))
+            whole = self._run(self._large, 0, set(names))
             for name in names:
                 found[name] = self._distinct(name, whole[name]) if name in whole else False
             for place in self._places:
-                piece = run(self._small, rows_of(self._batch, place, self._piece), set(names))
+                piece = self._run(self._small, place, set(names))
                 for name in names:
                     told = found[name] is not False and name in piece
                     if not told or not _close(self._slice(name, whole[name], place), piece[name]):
                         found[name] = None if name in whole and bool(whole[name].isnan().any()) else False
         return found
+
+    def _run(self, captured: Captured, place: int, keep: set[str]) -> Tensors:
+        if self._turned is not None:
+            self._turned.place = place
+        inputs = rows_of(self._batch, place, captured.graph.rows)
+        return run(captured, inputs, keep, self._weights, self._turned)
 
     def _distinct(self, name: str, value: torch.Tensor) -> bool | None:
         """Return True if no two rows are equal, else None: an exchange of equal rows would not show."""
@@ -173,9 +218,8 @@ class _Trial:
         return [] if middle == 0 else self._adding_up(names[:middle]) + self._adding_up(names[middle:])
 
     def _gradients_agree(self, names: list[str]) -> bool:
-        rows = self._large.graph.rows
         factors = self._factors(names)
-        whole = self._gradients(self._large, rows_of(self._batch, 0, rows), factors)
+        whole = self._gradients(self._large, 0, factors)
         total = [torch.zeros_like(g) for g in whole]
         done = 0
         for place in self._places:
@@ -183,7 +227,7 @@ class _Trial:
             for name, factor in part.items():  # rows that an earlier piece has counted
                 axis, block = self._axis_and_block(name)
                 factor.narrow(axis, 0, (done - place) * block).zero_()
-            pieces = self._gradients(self._small, rows_of(self._batch, place, self._piece), part)
+            pieces = self._gradients(self._small, place, part)
             total = [t + g for t, g in zip(total, pieces, strict=True)]
             done = place + self._piece
         return all(near(t, g, whole) for t, g in zip(total, whole, strict=True))
@@ -197,12 +241,12 @@ class _Trial:
             made[name] = factor.to(getattr(torch, value.dtype))
         return made
 
-    def _gradients(self, captured: Captured, inputs: list[torch.Tensor], factors: Tensors) -> list[torch.Tensor]:
+    def _gradients(self, captured: Captured, place: int, factors: Tensors) -> list[torch.Tensor]:
         names = [name for name, tensor in self._large.tensors.items() if tensor.requires_grad]
         with torch.enable_grad():
-            found = run(captured, inputs, set(factors))
+            found = self._run(captured, place, set(factors))
         seeds = [factors[name].to(found[name].device) for name in factors]
-        return gradients(captured, names, [found[name] for name in factors], seeds)
+        return gradients(captured, names, [found[name] for name in factors], seeds, self._weights)
 
     def _slice(self, name: str, value: torch.Tensor, place: int) -> torch.Tensor:
         axis, block = self._axis_and_block(name)
@@ -225,27 +269,60 @@ def _rows_axis(name: str, small: Captured, large: Captured) -> int | None:
     return axis if proportional else None
 
 
-def run(captured: Captured, inputs: list[torch.Tensor], keep: set[str]) -> Tensors:
+class _Turned:
+    """Turns the results of comparisons over in three of ten places, alike in the whole batch and in its pieces, if they
+    have one axis of rows.  place: of the piece that runs."""
+
+    def __init__(self, small: Captured, large: Captured, turn: int) -> None:
+        self._both, self._turn, self.place = (small, large), turn, 0
+        self._drawn: Tensors = {}
+
+    def __call__(self, captured: Captured, name: str, result: torch.Tensor) -> torch.Tensor:
+        small, large = self._both
+        axis = _rows_axis(name, small, large)
+        if axis is None:
+            return result
+        if name not in self._drawn:
+            shape = large.graph.value_map()[name].shape
+            generator = torch.Generator().manual_seed(self._turn + 1000 * len(self._drawn))
+            self._drawn[name] = torch.rand(shape, generator=generator) < 0.3
+        block = result.shape[axis] // captured.graph.rows
+        turned = self._drawn[name].narrow(axis, self.place * block, result.shape[axis])
+        return result ^ turned.to(result.device)
+
+
+def run(
+    captured: Captured,
+    inputs: list[torch.Tensor],
+    keep: set[str],
+    weights: Weights | None = None,
+    turned: _Turned | None = None,
+) -> Tensors:
     """Run a captured program without randomness; return the values in `keep` that do not depend on random numbers."""
     queue = iter(inputs)
     params = captured.names.params
     places = captured.module.graph.find_nodes(op="placeholder")
-    program = _WithoutRandomness(captured, keep)
-    program.run(*(_own(captured, params[place.name]) if place.name in params else next(queue) for place in places))
+    program = _WithoutRandomness(captured, keep, turned)
+    given = weights or {}
+    program.run(
+        *(_own(captured, params[place.name], given) if place.name in params else next(queue) for place in places)
+    )
     return program.kept
 
 
-def _own(captured: Captured, name: str) -> torch.Tensor:
-    """Return a parameter itself, and a copy of a buffer, since some ops write to it."""
+def _own(captured: Captured, name: str, given: Weights) -> torch.Tensor:
+    """Return a parameter itself, and a copy of a buffer, since some ops write to it; or what is given for it."""
     tensor = captured.names.tensors[name]
+    tensor = given.get(id(tensor), tensor)
     return tensor if captured.names.kinds[name] == "param" else tensor.detach().clone()
 
 
 class _WithoutRandomness(fx.Interpreter):
     """Runs a captured program; keeps wanted values that do not depend on random numbers."""
 
-    def __init__(self, captured: Captured, keep: set[str]) -> None:
+    def __init__(self, captured: Captured, keep: set[str], turned: _Turned | None) -> None:
         super().__init__(captured.module)
+        self._captured, self._turned = captured, turned
         self.kept: Tensors = {}
         self._names, self._keep = captured.names, keep
         self._unknown: set[fx.Node] = set()
@@ -256,6 +333,9 @@ class _WithoutRandomness(fx.Interpreter):
         else:
             result, told = super().run_node(n), True
         name = self._names.value(n)
+        compared = isinstance(result, torch.Tensor) and result.dtype == torch.bool and n.op == "call_function"
+        if self._turned is not None and compared and row_of(str(n.target)).family == POINTWISE:
+            result = self._turned(self._captured, name, result)
         if not told or not self._unknown.isdisjoint(n.all_input_nodes):
             self._unknown.add(n)
         elif name in self._keep and isinstance(result, torch.Tensor):
@@ -280,15 +360,20 @@ def _call(target: Any, args: Any, kwargs: Any) -> tuple[Any, bool]:
 
 
 def gradients(
-    captured: Captured, names: Iterable[str], outputs: Iterable[torch.Tensor], seeds: Iterable[torch.Tensor]
+    captured: Captured,
+    names: Iterable[str],
+    outputs: Iterable[torch.Tensor],
+    seeds: Iterable[torch.Tensor],
+    weights: Weights | None = None,
 ) -> list[torch.Tensor]:
     """Return the gradients of these parameters for gradients of outputs, which keep their graph."""
-    tensors = [captured.tensors[name] for name in names]
+    own, given = [captured.tensors[name] for name in names], weights or {}
+    tensors = [given.get(id(tensor), tensor) for tensor in own]
     pairs = [(output, seed) for output, seed in zip(outputs, seeds, strict=True) if output.requires_grad]
     if not pairs or not tensors:
         return [torch.zeros_like(tensor) for tensor in tensors]
-    reached, given = zip(*pairs, strict=True)
-    found = torch.autograd.grad(reached, tensors, given, allow_unused=True, retain_graph=True)
+    reached, flowing = zip(*pairs, strict=True)
+    found = torch.autograd.grad(reached, tensors, flowing, allow_unused=True, retain_graph=True)
     return [torch.zeros_like(t) if g is None else g for t, g in zip(tensors, found, strict=True)]
 
 

@@ -28,6 +28,8 @@ PARTS = {
         "e2e/test_data.py",
         "e2e/test_models_from_meta.py",
         "e2e/test_checkpoints.py",
+        "e2e/test_own_state.py",
+        "e2e/test_idle_ranks.py",
         "e2e/test_sampler.py",
         "session",
     ],

@@ -25,6 +25,7 @@ from autopart.ir.program import Program
 from autopart.ir.size import Size
 from autopart.ir.timeline import Span
 from autopart.options import Options
+from autopart.passes.program.routing import homes
 from autopart.planning.backend import runs_compiled
 from autopart.planning.make import Planned, make_plan, read_plan
 from autopart.runtime.activity import patient, set_activity, set_rank_label
@@ -211,12 +212,15 @@ class SessionPlan:
     ) -> RankContext:
         """Return what executors share under a plan.  earlier: tensors that this rank held before.  values: of
         tensors on the meta device.  Collective."""
-        placement = placement_of(planned.captured.graph, planned.plan.decision)
+        graph, decision = planned.captured.graph, planned.plan.decision
+        placement = placement_of(graph, decision)
         rank, wanted = self.world.rank, self.options.master_weights
         mastered: Callable[[str], bool] = lambda name: wanted and placement.keeps(rank, name)  # noqa: E731
         tensors = LocalTensors(self.world.device, earlier, mastered, values)
+        mine = decision.stages_of_rank(rank)
+        tensors.hold([name for name, home in homes(decision, graph).items() if home in mine], planned.captured.tensors)
         if rank in planned.plan.stages[0].ranks:
-            tensors.hold(planned.captured.graph.before, planned.captured.tensors)
+            tensors.hold(graph.before, planned.captured.tensors)
         shared = SharedValues(self.world, placement.sharing, tensors.held)
         backend = "inductor" if runs_compiled(self.options, planned.plan) else "eager"
         options = replace(self.options, backend=backend)
@@ -241,7 +245,8 @@ class SessionPlan:
         self.activations.begin(self.batch, max(self.plan.micro_rows))
         context.values.drop_foreign_gradients()
         signature = digest_of(repr(self.batch.signature()))
-        kind = "step", digest_of(self.captures.version), signature
+        self._kinds.clear()
+        kind = self._kinds.kind("step", digest_of(self.captures.version), signature, self.batch.rows)
         self._kinds.restart(context, planned.captured.graph, planned.plan.decision, kind, executor)
         self._training = executor
         stages = planned.plan.decision.stages_of_rank(self.world.rank)
@@ -288,10 +293,6 @@ class SessionPlan:
         """Return whether an optimizer of this rank updates what it holds under this name.  With zero=1 another replica
         may, and the value here is the one of the last run."""
         return self.context.placement.keeps(self.world.rank, name)
-
-    def kept(self) -> set[int]:
-        """Return the identities of the tensors that an optimizer of this rank updates."""
-        return {id(tensor) for name, tensor in self.tensors.driven.items() if self.keeps(name)}
 
     def home(self, value: str) -> int:
         """Return the first stage that computes a value of the graph."""

@@ -18,16 +18,8 @@ import torch
 
 from autopart.capture.batch.batch import Batch
 from autopart.capture.capture import Captured
-from autopart.capture.derive.probe import (
-    TOLERANCE,
-    Weights,
-    data_of_turn,
-    gradients,
-    near,
-    rows_of,
-    run,
-    weights_of_turn,
-)
+from autopart.capture.derive.probe import TOLERANCE, gradients, near, run
+from autopart.capture.derive.trial_data import Weights, data_of_turn, rows_of, weights_of_turn
 from autopart.ir.graph import LossReduction
 
 _TURNS = 4

@@ -71,6 +71,7 @@ PARTS = {
         "capture/test_masks.py",
         "capture/test_questions.py",
         "capture/test_stated.py",
+        "e2e/test_hidden_coupling.py",
         "costs",
         "files",
         "passes/loss",

@@ -73,6 +73,7 @@ PARTS = {
         "capture/test_questions.py",
         "capture/test_written_masks.py",
         "capture/test_stated.py",
+        "e2e/test_hidden_coupling.py",
         "costs",
         "files",
         "passes/loss",

@@ -59,7 +59,7 @@ PARTS = {
         "freeze",
         "passes/test_forward_only.py",
     ],
-    "constants": ["capture/test_silent_constants.py"],
+    "constants": ["capture/test_values.py", "capture/test_silent_constants.py"],
     "scripts": ["e2e/test_random_scripts.py"],
     "rest": [
         "capture/test_asking_models.py",

@@ -68,6 +68,7 @@ PARTS = {
         "capture/test_capture.py",
         "capture/test_checkpointing.py",
         "capture/test_grouped_products.py",
+        "capture/test_forward_derivatives.py",
         "capture/test_infer_size.py",
         "capture/test_mask_parts.py",
         "capture/test_masks.py",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+import traceback
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -195,9 +196,21 @@ def explained(error: Exception, model: nn.Module) -> CaptureError:
             why="the branch depends on sizes that the data decides, such as those of x[mask] or nonzero()",
             fix=size_fix(model),
         )
+    if any(frame.f_code.co_name == "_jvp_with_argnums" for frame, _ in traceback.walk_tb(error.__traceback__)):
+        return CaptureError(
+            "torch.func.jvp cannot be captured through an op of this function",
+            where=where,
+            why=(str(error).strip() or type(error).__name__).splitlines()[0],
+            fix=JVP_FIX,
+        )
     return _untraceable(error, where)
 
 
+JVP_FIX = (
+    "write the derivative out; or write the op by elementary ones, through which torch.func.jvp can be captured: x * x "
+    "for square, x * x.sigmoid() for SiLU, softmax as e / e.sum(-1, keepdim=True) with e = x.exp(), norms by mean and "
+    "rsqrt"
+)
 _KNOWN = (  # what torch's message says, as a regular expression; what, why, fix of ours
     (
         r"\.numpy\(\) is not supported|Unable to get .* numpy|numpy\.ndarray",
@@ -216,7 +229,7 @@ _KNOWN = (  # what torch's message says, as a regular expression; what, why, fix
         "a tensor made while the model was traced is kept where tracing does not see it",
         "it stands in a container, a global or a closure, or is a gradient with regard to a parameter",
         "pass it on as an argument or a result; a derivative with regard to a parameter write out, or take it forwards "
-        "(torch.func.jvp)",
+        "(torch.func.jvp, through elementary ops such as tanh and linear)",
     ),
 )
 

@@ -38,6 +38,7 @@ from autopart.passes.program.schedules import find
 from autopart.runtime.tensors import dense
 from autopart.session.pipe.pipe import Pipe
 from autopart.session.ranks.agreement import from_rank
+from autopart.session.state.state_dict import gather_state
 from autopart.session.step.loss_shares import whole_shares
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5, "float16": 2e-2, "bfloat16": 1e-1}
@@ -176,10 +177,13 @@ def verify_step(
         else:
             reference, micro_rows, shares = PLAIN, (batch.rows or 1,), None
 
+        assert session.last_executor is not None
+        steady = session.last_executor.rule.steady
+
         def content() -> Verification:
             with autocast.region() if autocast is not None else contextlib.nullcontext():
                 given = (model, batch, options.loss_fn, micro_rows, shares or [1.0])
-                plain = expected or plain_outcome(*given, device=session.world.device)
+                plain = expected or plain_outcome(*given, device=session.world.device, steady=steady)
             stages, ops = reversed([*enumerate(decision.stages)]), graph.op_map()
             first = {name: number for number, stage in stages for op in stage.ops for name in ops[op].params}
             return compared(found, plain, first, precision_of(graph), tolerance, reference)
@@ -216,7 +220,8 @@ def _outcome(pipe: Pipe, sample: Any) -> Outcome:
     if pipe.scaler is not None:  # one process runs without; powers of two make no other difference
         pipe.scaler.scale = 1.0
     loss = pipe.step(sample)
-    state = pipe.state_dict()
+    with pipe.session.call("state_dict") as session:
+        state = gather_state(session)  # by the model's own names, whatever its state_dict() makes of them
     buffers = {name: state[name] for name, _ in pipe.session.captures.trained.named_buffers() if name in state}
     return Outcome(loss.item(), pipe.gradients(), buffers)
 
@@ -228,19 +233,28 @@ def plain_outcome(
     micro_rows: tuple[int, ...],
     weights: Sequence[float],
     device: torch.device | None = None,
+    steady: frozenset[str] = frozenset(),
 ) -> Outcome:
-    """Run one step of a copy of the model over micro-batches, in order.  weights: of their losses."""
+    """Run one step of a copy of the model over micro-batches, in order.  weights: of their losses.  steady: buffers
+    that a step updates once."""
     model, loss_fn = fresh_copy(model, loss_fn)
     for module in (model, loss_fn):
         if isinstance(module, nn.Module) and device is not None:
             module.to(device)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     total = 0.0
+    once = [(b, b.clone()) for name, b in Trained(model, loss_fn).named_buffers() if name in steady]
     with torch.enable_grad():
         for tensors, weight in zip(batch.to(device).micro(micro_rows), weights, strict=True):
             queue = iter(tensors)
             leaves = tuple(next(queue) if isinstance(x, torch.Tensor) else x for x in batch.leaves)
+<<<<<<< HEAD
             args, kwargs, target = batch.arguments(leaves)
+=======
+            args, kwargs, target = unflatten(leaves, batch.spec)
+            for buffer, value in once:
+                buffer.copy_(value)
+>>>>>>> main
             result = model(*args, **kwargs)
             loss = scalar(loss_fn(result, target), "loss_fn") if loss_fn is not None else loss_of(result)
             (loss * weight).backward()  # type: ignore[no-untyped-call]

@@ -294,10 +294,6 @@ class SessionPlan:
         may, and the value here is the one of the last run."""
         return self.context.placement.keeps(self.world.rank, name)
 
-    def kept(self) -> set[int]:
-        """Return the identities of the tensors that an optimizer of this rank updates."""
-        return {id(tensor) for name, tensor in self.tensors.driven.items() if self.keeps(name)}
-
     def home(self, value: str) -> int:
         """Return the first stage that computes a value of the graph."""
         return self._training.home(value)

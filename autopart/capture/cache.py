@@ -24,12 +24,8 @@ from autopart.capture.trace.export import LossFn
 from autopart.capture.trained import Trained
 from autopart.capture.watch.changes import ModelWatch, check_tensors, tensors_of
 from autopart.capture.watch.observed import Observed
-<<<<<<< HEAD
-from autopart.ir.errors import AutopartError, CaptureError, UsageError
-=======
 from autopart.capture.watch.values import ValueUsed, free_of
-from autopart.ir.errors import UsageError
->>>>>>> main
+from autopart.ir.errors import AutopartError, CaptureError, UsageError
 from autopart.ir.plan import Precision
 from autopart.ir.size import Size
 

@@ -248,13 +248,9 @@ def plain_outcome(
         for tensors, weight in zip(batch.to(device).micro(micro_rows), weights, strict=True):
             queue = iter(tensors)
             leaves = tuple(next(queue) if isinstance(x, torch.Tensor) else x for x in batch.leaves)
-<<<<<<< HEAD
             args, kwargs, target = batch.arguments(leaves)
-=======
-            args, kwargs, target = unflatten(leaves, batch.spec)
             for buffer, value in once:
                 buffer.copy_(value)
->>>>>>> main
             result = model(*args, **kwargs)
             loss = scalar(loss_fn(result, target), "loss_fn") if loss_fn is not None else loss_of(result)
             (loss * weight).backward()  # type: ignore[no-untyped-call]

@@ -20,13 +20,9 @@ from torch.utils.data import DataLoader
 from autopart.capture.batch.leaves import check_leaf, check_lists, described, is_named, most_common_rows
 from autopart.ir.errors import BatchError
 
-<<<<<<< HEAD
 NOTHING: Mapping[str, int | None] = MappingProxyType({})
-=======
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _VALUES = {int: torch.int64, float: torch.float64, str: None, bytes: None}
 """Types of leaves that a program may be free of, with the dtype in which it reads numbers."""
->>>>>>> main
 
 
 @dataclass(frozen=True)
@@ -34,23 +30,14 @@ class Batch:
     """A flattened batch.
 
     leaves: every leaf in order; keys: the path of each; names: a readable name for each; splits: whether each is a
-<<<<<<< HEAD
     tensor that is cut along axis 0; axes: the axis of rows in what the user passes, which is the first in leaves.
     spec: how to put (args, kwargs, target) together.  rows: the common size of axis 0 of the cut tensors, None if there
     are none.  answers: the op, line and value of each question that the model's Python asks about the numbers of the
     batch; None if unknown.  stands_in: whether another rank has the numbers.  masks: what the first attention masks
     hide (`reads.masks`), if the batch is not to be asked; None to ask it.  kept: values that the program begins with
     instead of computing them (`shortened.without_prefix`), by name, cut along axis 0; the program has them as inputs
-    behind the tensor leaves.
-=======
-    tensor that is cut along axis 0.  spec: how to put (args, kwargs, target) together.  rows: the common size of axis 0
-    of the cut tensors, None if there are none.  answers: the op, line and value of each question that the model's
-    Python asks about the numbers of the batch; None if unknown.  stands_in: whether another rank has the numbers.
-    masks: what the first attention masks hide (`reads.masks`), if the batch is not to be asked; None to ask it.  kept:
-    values that the program begins with instead of computing them (`shortened.without_prefix`), by name, cut along axis
-    0; the program has them as inputs behind the tensor leaves.  free: the leaves, by index, that were numbers or texts
-    and whose values the program does not depend on: numbers are tensors here, which it reads (`watch.values`).
->>>>>>> main
+    behind the tensor leaves.  free: the leaves, by index, that were numbers or texts and whose values the program does
+    not depend on: numbers are tensors here, which it reads (`watch.values`).
     """
 
     leaves: tuple[Any, ...]
@@ -63,11 +50,8 @@ class Batch:
     stands_in: bool = False
     masks: tuple[str, ...] | None = None
     kept: tuple[tuple[str, torch.Tensor], ...] = ()
-<<<<<<< HEAD
     axes: tuple[int, ...] = ()
-=======
     free: tuple[int, ...] = ()
->>>>>>> main
 
     @property
     def plain(self) -> Batch:

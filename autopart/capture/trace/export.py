@@ -75,12 +75,8 @@ class Wrapper(nn.Module):
         """Run the model, and the loss function if there is one, in everything that sees what they do."""
         queue = iter(tensors)
         leaves = tuple(next(queue) if isinstance(x, torch.Tensor) else x for x in self._batch.leaves)
-<<<<<<< HEAD
-        args, kwargs, target = self._batch.arguments(leaves)
-=======
         used: list[int] = []
-        args, kwargs, target = unflatten(standing(self._batch, leaves, used), self._batch.spec)
->>>>>>> main
+        args, kwargs, target = self._batch.arguments(standing(self._batch, leaves, used))
         functions = [self.loss_fn] if self.loss_fn is not None else []
         self.asker.begin()
         with contextlib.ExitStack() as around:

@@ -94,6 +94,8 @@ class CaptureCache:
             began, known = time.perf_counter(), self.seconds
             try:
                 captured = self._capture(batch, size, mode)
+            except ValueUsed:
+                raise
             except CaptureError as error:
                 raise self._explained(error, batch, size, mode) from error.__cause__
             self.seconds = known + time.perf_counter() - began  # with the captures that this one asked for

@@ -190,13 +190,14 @@ def contrastive(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(output @ target.T, torch.arange(output.shape[0]))
 
 
-def test_a_loss_that_couples_the_rows_is_refused_with_a_fix() -> None:
+def test_a_loss_that_couples_the_rows_is_refused_with_a_fix_which_the_planner_takes_itself() -> None:
     data = (torch.ones(8, 16), torch.ones(8, 16))
     with pytest.raises(RefusedError, match="micro_batches=1"):
-        autopart.plan(Layers(), SLOW, sample=data, loss_fn=contrastive, costs="analytic")
-    assert autopart.plan(
-        Layers(), SLOW, sample=data, loss_fn=contrastive, costs="analytic", micro_batches=1
-    ).micro_rows == (8,)
+        autopart.plan(Layers(), SLOW, sample=data, loss_fn=contrastive, costs="analytic", micro_batches=4)
+    for asked in (1, None):
+        plan = autopart.plan(Layers(), SLOW, sample=data, loss_fn=contrastive, costs="analytic", micro_batches=asked)
+        assert plan.micro_rows == (8,)
+        assert any("one micro-batch" in note for note in plan.notes) == (asked is None)
 
 
 def test_separate_batch_statistics_of_replicas_are_noted() -> None:

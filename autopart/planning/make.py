@@ -113,7 +113,12 @@ def make_plan(
     # How the batch may be cut, and whether stages may have replicas.
     task = at_known_sizes(PlanningTask(family, splits, cluster, options, to_run))
     # How the losses of parts of the batch combine, or a refusal.
-    task, reduction = with_reduction(task, family, splits)
+    try:
+        task, reduction = with_reduction(task, family, splits)
+    except RefusedError as refusal:
+        if options.micro_batches is not None or options.loss_reduction != "auto" or batch.rows in (None, 1):
+            raise
+        return _in_one_piece(captures, batch, cluster, options, refusal, to_run=to_run)
     # Whether sequences may be cut, if token_slices= asks for it.
     slices = asked_slices(options.token_slices, captures, batch, family.base.graph.size)
     task = replace(task, slices=slices, notes=(*task.notes, *slices.notes))
@@ -127,6 +132,20 @@ def make_plan(
         except (RefusedError, InfeasibleError) as failure:
             failures.append(failure)
     raise failures[-1]
+
+
+def _in_one_piece(
+    captures: CaptureCache, batch: Batch, cluster: Cluster, options: Options, refusal: RefusedError, *, to_run: bool
+) -> Planned:
+    """Return the plan for one micro-batch, with a note, of a model whose batch cannot be cut.  Raises the refusal if
+    there is none."""
+    try:
+        whole = make_plan(captures, batch, cluster, replace(options, micro_batches=1), to_run=to_run)
+    except (RefusedError, UsageError):
+        raise refusal from None
+    place = f" ({refusal.where})" if refusal.where else ""
+    note = f"the batch is one micro-batch, so stages wait for each other: {refusal.what}{place}: {refusal.why}"
+    return replace(whole, plan=whole.plan.with_notes(note))
 
 
 def _with_backend(captures: CaptureCache, batch: Batch, cluster: Cluster, options: Options, *, to_run: bool) -> Planned:

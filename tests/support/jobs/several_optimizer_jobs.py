@@ -120,10 +120,12 @@ def kinds_in_turn(order: str, several: bool) -> list[int]:
     options: dict[str, Any] = {"loss_fn": nn.functional.mse_loss, "costs": "analytic", "sample": batch(0)}
     data = [batch(n) if kind == "a" else tuple(part[:2] for part in batch(n)) for n, kind in enumerate(order)]
     flushes = list[int]()
-    with autopart.compile(
-        net(), "cpu:2", **options, **PLANS[0] | {"schedule": "pipedream", "micro_batches": 1}
-    ) as pipe:
-        losses = []
+
+    def made(parameters: list[Any]) -> Any:
+        return driving(enumerate(parameters))[0] if several else torch.optim.SGD(parameters, lr=0.1)
+
+    options |= PLANS[0] | {"schedule": "pipedream", "micro_batches": 1}
+    with autopart.compile(net(), "cpu:2", **options) as pipe:
         training = pipe.train(data, optimizer=made)
         real = pipe._training._empty
         pipe._training._empty = lambda: (flushes.append(pipe.steps), real())[1]

@@ -139,35 +139,27 @@ class PipelineMixin:
         return names
 
     def _require_own_parameters(self) -> None:
-        """Raise UsageError if this rank's optimizer has parameters that this rank does not train, or lacks some."""
+        """Raise UsageError if this rank's optimizer has parameters that this rank does not train, or the optimizer of
+        the `train` before lacks some."""
         own: Any = self
         optimizer, before = self._used
         mine = self._parameters()
-        if own.optimizer is optimizer and before != mine:
+        driven = {id(one) for group in own.optimizer.param_groups for one in group["params"] if one.numel()}
+        if not driven <= set(mine.values()) or (own.optimizer is optimizer and before != mine):
             raise refused(
-                "the second train() has another plan, or masters or shards of its own",
-                "the optimizer of the first one has its state for other parameters",
-                "set trainer.optimizer = None before it; resume_from_checkpoint= brings the state of a checkpoint",
-            )
-        driven = [one for group in own.optimizer.param_groups for one in group["params"] if one.numel()]
-        if not {id(one) for one in driven} <= set(mine.values()):
-            name = _home(self, "create_optimizer").__name__
-            raise refused(
-                f"{name}.create_optimizer took parameters that this rank does not train",
-                "other ranks train them",
-                "take them from self.model.named_parameters() there, or from self.pipe.named_parameters()",
+                "the optimizer has other parameters than this rank trains",
+                f"{_home(self, 'create_optimizer')}.create_optimizer took them elsewhere than from self.model, or a "
+                "train() before had another plan",
+                "take them from self.model.named_parameters() there; before a second train() with another plan, set "
+                "trainer.optimizer = None, and pass resume_from_checkpoint= to keep its state",
             )
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         """Run a step of the pipeline; return its loss as the trainer counts it, with its share of the accumulation."""
         own: Any = self
         if self.pipe is None:
-            name = _home(self, "_inner_training_loop").__name__
-            raise refused(
-                f"{name}._inner_training_loop is overridden",
-                "the model is compiled there",
-                "call super()._inner_training_loop",
-            )
+            what = f"_inner_training_loop is overridden in {_home(self, '_inner_training_loop')}"
+            raise refused(what, "the model is compiled there", "call super()._inner_training_loop(...)")
         if not self._stepped:
             self._require_own_parameters()
         self.pipe.train()
@@ -205,7 +197,7 @@ class PipelineMixin:
         assert self.pipe is not None
         if not self._stepped:
             raise refused(
-                f"{_home(self, 'training_step').__name__}.training_step ran no step of the pipeline for an update",
+                f"{_home(self, 'training_step')}.training_step ran no step of the pipeline for an update",
                 "a gradient that it computes itself is of this rank's copy of the model",
                 "call super().training_step(model, inputs, num_items_in_batch)",
             )
@@ -234,7 +226,7 @@ class PipelineMixin:
         """Evaluate whole batches on every rank, so that there is nothing to gather."""
         own: Any = self  # the loop sets its function back at its end
         own.gather_function = _all if own.gather_function == own.accelerator.gather else self._gathered
-        if self.pipe is not None and _home(self, "prediction_step").__module__ != "transformers.trainer":
+        if self.pipe is not None and _home(self, "prediction_step") != "transformers.Trainer":
             self.pipe.sync_model()  # what is overridden may use self.model, as generation does
         return super().evaluation_loop(undivided(dataloader), *args, **kwargs)  # type: ignore[misc]
 
@@ -309,9 +301,10 @@ REPLACED = (
 """Methods of the mixin that do not call those of the classes behind it."""
 
 
-def _home(trainer: Any, method: str) -> type:
-    """Return the first class that has a method, besides the mixin."""
-    return next(kind for kind in type(trainer).__mro__ if kind is not PipelineMixin and method in vars(kind))
+def _home(trainer: Any, method: str) -> str:
+    """Return the name of the first class that has a method, besides the mixin."""
+    kind = next(kind for kind in type(trainer).__mro__ if kind is not PipelineMixin and method in vars(kind))
+    return "transformers.Trainer" if kind.__module__ == "transformers.trainer" else kind.__name__
 
 
 def _all(found: Any) -> Any:

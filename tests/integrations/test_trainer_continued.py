@@ -58,7 +58,7 @@ def test_a_second_train_with_another_plan_is_refused(tmp_path):
     trainer.train()
     trainer.model = made(Piped, tmp_path).model  # other parameters, as other ranks would have after another plan
     trainer.model_wrapped = trainer.model
-    with pytest.raises(UsageError, match="the second train"):
+    with pytest.raises(UsageError, match="second train"):
         trainer.train()
     trainer.optimizer = None
     trainer.train(resume_from_checkpoint=True)
@@ -127,7 +127,6 @@ def test_two_ranks_resume_inside_an_epoch_and_train_a_second_time_as_a_plain_tra
             "eval_strategy": "steps", "eval_steps": 2, "include_num_input_tokens_seen": "all"}  # fmt: skip
     plain = made(Watched, tmp_path / "plain", args)
     plain.train()
-    whole = left(plain)
     plain.train()
     again = left(plain)
     resumed = made(Watched, tmp_path / "plain", args)
@@ -136,7 +135,10 @@ def test_two_ranks_resume_inside_an_epoch_and_train_a_second_time_as_a_plain_tra
         mine = str(tmp_path / "mine")
         runs = [
             (again, workers.run(trainer_jobs.trained, mine, args, {"stages": 2}, None, True)),
-            (left(resumed), workers.run(trainer_jobs.trained, mine, args, {"cuts": ["norm"]}, f"{mine}/checkpoint-5", False)),
+            (
+                left(resumed),
+                workers.run(trainer_jobs.trained, mine, args, {"cuts": ["norm"]}, f"{mine}/checkpoint-5", False),
+            ),
         ]
     for expected, ranks in runs:
         for rank in ranks:
@@ -144,11 +146,11 @@ def test_two_ranks_resume_inside_an_epoch_and_train_a_second_time_as_a_plain_tra
             assert differs({n: rank[n] for n in kept}, {n: expected[n] for n in kept}) == []
         moments = {**ranks[0]["moments"], **ranks[1]["moments"]}
         assert differs(moments, expected["moments"]) == []
-    assert [len(rank["moments"]) for _, ranks in runs for rank in ranks] == [8, 0, 3, 5]  # a rank without any, and both
+    assert [len(rank["moments"]) for _, ranks in runs for rank in ranks] == [7, 0, 3, 4]  # a rank without any, and both
     one = made(Piped, tmp_path / "mine", args)
     one.train(resume_from_checkpoint=f"{mine}/checkpoint-5")
-    found = left(one)
-    assert differs(found["weights"], whole["weights"]) == [] and found["batches"] == whole["batches"][5:]
+    found, expected = left(one), runs[1][0]
+    assert differs(found["weights"], expected["weights"]) == [] and found["batches"] == expected["batches"]
 
 
 def test_a_checkpoint_of_weights_alone_starts_a_new_optimizer_as_a_plain_trainer_does(tmp_path):

@@ -25,6 +25,7 @@ from autopart.session.executors.executor import Executor
 from autopart.session.ranks.agreement import FAILURES
 from autopart.session.ranks.call_sync import AS_BEFORE, END, Given, ended_early
 from autopart.session.session import Session
+from autopart.session.state.sampler import DataPosition
 from autopart.session.step.batch_counts import weighted_loss
 
 _ENDED, _LOSS, _COUNTED, _COUNTS = range(4)
@@ -38,6 +39,7 @@ class _Fetched:
     """A batch that was taken from this rank's iterable.
 
     settle: waits for what all ranks were given.  about: number of the batch whose loss came with it, -1 if none did.
+    taken: whether there is one, good or not.
     """
 
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
@@ -46,6 +48,7 @@ class _Fetched:
     ended: bool
     about: int
     settle: Callable[[], Given]
+    taken: bool
 
 
 @dataclass
@@ -63,11 +66,20 @@ class _Live:
 class Training:
     """One call of `pipe.train`.
 
-    step: counts a step and returns its number, for random numbers.  update: steps the optimizer of this rank.
+    position: in the data.  steps: returns the number of steps taken, for random numbers.  count: counts one.  update:
+    steps the optimizer of this rank.
     """
 
-    def __init__(self, session: Session, step: Callable[[], int], update: Callable[[], None]) -> None:
-        self._session, self._step, self._update = session, step, update
+    def __init__(
+        self,
+        session: Session,
+        position: DataPosition,
+        steps: Callable[[], int],
+        count: Callable[[], None],
+        update: Callable[[], None],
+    ) -> None:
+        self._session, self._position = session, position
+        self._steps, self._count, self._update = steps, count, update
         self._ahead = len(session.plan.stages) + 1
         self._home = session.home(session.graph.outputs[0])
         rhythm = streaming_of(session.plan.decision)
@@ -84,6 +96,13 @@ class Training:
 
     def losses(self, batches: Iterable[Any]) -> Iterator[torch.Tensor]:
         """Yield the loss of each batch, in order, when all ranks know it.  Collective."""
+        try:
+            yield from self._losses(batches)
+        finally:
+            if not self._over:  # the loop was left: batches that were taken ahead come again
+                self._position.drop()
+
+    def _losses(self, batches: Iterable[Any]) -> Iterator[torch.Tensor]:
         source, more = iter(batches), True
         while more:
             self._require_going_on()
@@ -137,6 +156,8 @@ class Training:
             self._fetched.append(self._fetch(source))
             calls.looked_at_late = wanted > 1
         given = self._fetched.popleft()
+        if given.taken:
+            self._position.advance()  # also over one that is refused: `train` goes on with the next
         found = given.settle()
         self._learn(given.about, found)
         if all(row[_ENDED] for row in found.counts):
@@ -153,12 +174,15 @@ class Training:
         session, failure = self._session, None
         batch, signature, counts = None, "", None
         arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((None,), {})
+        taken = False
         ended = bool(self._fetched) and self._fetched[-1].ended
         set_activity("taking a batch from the iterable of train")
         try:
             arguments = ((END if ended else next(source, END),), {})
             ended = arguments[0][0] is END
             if not ended:
+                self._position.take()
+                taken = True
                 batch, signature, counts, failure = session.own_batch("step", arguments, sharded=False)
         except FAILURES as error:
             failure = error
@@ -169,7 +193,7 @@ class Training:
             version=session.captures.version, rows=(batch.rows or 0) if batch is not None else 0,
             counts=[*told, *(counts or ())[:_ROOM]],
         )  # fmt: skip
-        return _Fetched(arguments, batch, signature, ended, about, settle)
+        return _Fetched(arguments, batch, signature, ended, about, settle, taken)
 
     def _enter(self, given: _Fetched, found: Given) -> None:
         """Let a batch enter, behind those of its kind; others leave first."""
@@ -177,13 +201,9 @@ class Training:
         if any(ended):
             raise self._session.world.known(ended_early(ended.index(True), ended.index(False)))
         kind = found.signature, max(found.rows), self._session.captures.version
-        step = self._step()
+        step = self._steps()
         live = self._live
-        if live is not None and not (
-            kind == live.kind
-            and all(row[_COUNTED] for row in found.counts)
-            and not (found.missing and live.executor.stand_in is None)
-        ):
+        if live is not None and (kind != live.kind or (found.missing and live.executor.stand_in is None)):
             self._empty()
             live = None
         if live is None:
@@ -193,6 +213,7 @@ class Training:
             plan = self._next_plan(live, given.batch, found, step)
         live.shares[self._entered] = [share[0] for share in plan.shares.get(self._home, ())][live.engine.turn :]
         live.engine.spans = self._session.spans
+        self._count()
         live.engine.enter(plan)
         self._entered += 1
 
@@ -212,7 +233,8 @@ class Training:
             assert live.executor.stand_in is not None
             batch = with_rows(live.executor.stand_in, live.kind[1])
         before, key = live.engine.turn, (self._session.options.seed, step)
-        live.executor.agree(batch, [row[_COUNTS:] for row in found.counts], before=before)
+        counted = all(row[_COUNTED] for row in found.counts)  # not those that were taken before the first of their kind
+        live.executor.agree(batch, [row[_COUNTS:] for row in found.counts] if counted else (), before=before)
         return live.executor.plan(batch, key, before=before)
 
     # -- losses and the end ----------------------------------------------------------------------------------------
@@ -251,6 +273,7 @@ class Training:
 
     def _drop_fetched(self) -> None:
         """Forget the batches that were taken ahead, and what is wrong with them: all ranks have told of as many."""
+        self._position.drop()
         while self._fetched:
             try:
                 self._fetched.popleft().settle()

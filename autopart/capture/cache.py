@@ -6,6 +6,7 @@ import hashlib
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from autopart.capture.batch.batch import Batch
+from autopart.capture.batch.guesses import FLATTENED, in_words, other_guesses
 from autopart.capture.capture import Captured, capture
 from autopart.capture.guards import CaptureWarning, check_model
 from autopart.capture.recent import Recent
@@ -22,7 +24,8 @@ from autopart.capture.trace.export import LossFn
 from autopart.capture.trained import Trained
 from autopart.capture.watch.changes import ModelWatch, check_tensors, tensors_of
 from autopart.capture.watch.observed import Observed
-from autopart.ir.errors import UsageError
+from autopart.capture.watch.values import ValueUsed, free_of
+from autopart.ir.errors import AutopartError, CaptureError, UsageError
 from autopart.ir.plan import Precision
 from autopart.ir.size import Size
 
@@ -54,6 +57,8 @@ class CaptureCache:
         self.made = 0
         self.seconds = 0.0
         self._loss_fn = loss_fn
+        self._values: dict[tuple[str, object], set[object]] = {}
+        self._free: dict[tuple[str, object], tuple[int, ...]] = {}
         self._observed = Observed()
         self._flags: dict[nn.Module, bool] = {}
         self._watches: list[ModelWatch] = []
@@ -87,11 +92,12 @@ class CaptureCache:
             self.kept.add(key, captured)
         if captured is None:
             began, known = time.perf_counter(), self.seconds
-            captured = capture(
-                self.model, batch, size=size, loss_fn=self._loss_fn, mode=mode,
-                whole=lambda: self(batch, Size(batch.rows or 1), mode), autocast=self.autocast,
-                values_come=self.values_come,
-            )  # fmt: skip
+            try:
+                captured = self._capture(batch, size, mode)
+            except ValueUsed:
+                raise
+            except CaptureError as error:
+                raise self._explained(error, batch, size, mode) from error.__cause__
             self.seconds = known + time.perf_counter() - began  # with the captures that this one asked for
             self._tensors = self._tensors or tensors_of(self.trained)
             if captured.questions is not None:
@@ -99,6 +105,8 @@ class CaptureCache:
                 self._note_questions(batch, mode, answers, captured.questions.hold)
                 key = (mode, size, replace(batch, answers=answers).signature())
             self.kept.add(key, captured)
+            if batch.free:  # also where the batch comes from another rank
+                self._free.setdefault((mode, batch.signature(batch.values)), batch.free)
             self.made += 1
             self._note_shapes(batch)
             self._observed.update(captured.observed)
@@ -108,6 +116,32 @@ class CaptureCache:
             if self.trained.loss_fn is not None:
                 self._watches.append(ModelWatch(self.trained.loss_fn, Observed(order=self._observed.order), {}))
         return captured
+
+    def _capture(self, batch: Batch, size: Size, mode: str) -> Captured:
+        return capture(
+            self.model, batch, size=size, loss_fn=self._loss_fn, mode=mode,
+            whole=lambda: self(batch, Size(batch.rows or 1), mode), autocast=self.autocast,
+            values_come=self.values_come,
+        )  # fmt: skip
+
+    def _explained(self, error: CaptureError, batch: Batch, size: Size, mode: str) -> CaptureError:
+        """Return the error of a capture at some rows of a batch.  If the whole batch can be captured, it says which
+        inputs were taken to have rows, and looks for a statement with which these rows can be captured too."""
+        try:
+            if batch.rows in (None, size.rows) or size.rows == 1:
+                return error
+            self(batch, Size(batch.rows or 1), mode)
+        except AutopartError:
+            return error
+        fix = FLATTENED
+        for name, axis, guess in other_guesses(batch):
+            with suppress(AutopartError):
+                self._capture(guess, size, mode)
+                fix = f'pass rows_axis={{"{name}": {axis}}}: with it these rows can be captured'
+                break
+        why = f"{error.why or error.what}; {in_words(batch)}"
+        what = f"the model runs on the whole batch, and not on {size.rows} rows cut from its inputs"
+        return CaptureError(what, where=error.where, why=why, fix=f"{fix}; or use micro_batches=1 and replicas=1")
 
     def _bytes_of(self, captured: Captured) -> int:
         """Estimate the bytes of host memory that a capture adds.  A constant that another capture has too, such as a
@@ -134,11 +168,34 @@ class CaptureCache:
                     return replace(batch, answers=answers)
         return batch
 
-    def settled(self, batch: Batch, size: Size, mode: str) -> Batch:
-        """Return the batch with its answers, after a capture for micro-batches of `size` if there is none yet."""
-        batch = self.judged(batch, mode)
-        questions = self(batch, size, mode).questions
+    def settled(self, given: Batch, size: Size, mode: str) -> Batch:
+        """Return the batch with its answers, after a capture for micro-batches of `size` if there is none yet; without
+        the values that its program does not depend on, once there are two batches that differ in values alone."""
+        batch = self.judged(self._freed(given, size, mode), mode)
+        try:
+            questions = self(batch, size, mode).questions
+        except ValueUsed:  # free in other batches of the kind
+            batch = self.judged(self._freed(given, size, mode, again=True), mode)
+            questions = self(batch, size, mode).questions
         return batch if questions is None or batch.answers is not None else replace(batch, answers=questions.answers)
+
+    def _freed(self, batch: Batch, size: Size, mode: str, *, again: bool = False) -> Batch:
+        """Return the batch without the values that its program does not depend on.  again: whether to look for them
+        anew."""
+        if not batch.values:
+            return batch
+        kind = mode, batch.signature(batch.values)
+        seen, free = self._values.setdefault(kind, set()), self._free.get(kind)
+        if again or (free is None and seen and batch.signature() not in seen):
+            found = free_of(batch, self._observed, lambda attempt: self(attempt, size, mode))
+            self._free[kind] = free = tuple(place for place in found if free is None or place in free)
+        batch = batch.freed(free or ())
+        signature = batch.signature()
+        if signature not in seen and len(seen) < _MANY:
+            seen.add(signature)
+            if len(seen) == _MANY:
+                _warn_of_many([f"input {batch.names[place]}" for place in batch.values])
+        return batch
 
     def _note_questions(self, batch: Batch, mode: str, answers: _Answers, hold: Callable[..., bool]) -> None:
         known = self._asked.setdefault((mode, batch.rows, replace(batch, answers=None).signature()), [])
@@ -173,6 +230,8 @@ class CaptureCache:
         if changes:
             self.kept.clear()
             self._asked.clear()
+            self._values.clear()
+            self._free.clear()
             self._observed = Observed()
             self._flags = {}
             self._watches.clear()
@@ -195,7 +254,7 @@ def _warn_of_many(places: Iterable[str]) -> None:
     warnings.warn(
         f"{_MANY} batches of one shape were captured, one after the other, since forward() reads other numbers from "
         f"each: results stay exact, but every such step waits for a capture ({named}); compute with the tensor instead "
-        "of .item(), .tolist(), int() or float()",
+        "of .item(), .tolist(), int() or float(); pass a number as a tensor",
         CaptureWarning,
         stacklevel=2,
     )

@@ -16,7 +16,7 @@ import torch
 from autopart.capture import CaptureCache, Captured
 from autopart.capture.batch.batch import Batch
 from autopart.capture.derive.family import ProgramFamily, another_size, capture_family
-from autopart.capture.derive.reduction import WHOLE, BatchRule, loss_reduction, row_layouts
+from autopart.capture.derive.reduction import WHOLE, BatchRule, loss_reduction, rule_of
 from autopart.capture.derive.token_axis import AskedSlices, asked_slices, sequence_length
 from autopart.capture.gc_pause import gc_paused
 from autopart.capture.trace.autocast import is_stand_in
@@ -26,7 +26,7 @@ from autopart.costs.sources import GROUP_NS, CostedGraph, costed, source_for
 from autopart.files.caches.plan_cache import find_plan, keep_plan, planner_digest
 from autopart.files.plans import VERSION, load_plan, match_plan
 from autopart.ir.cluster import Cluster
-from autopart.ir.errors import InfeasibleError, PlanError, RefusedError, UsageError
+from autopart.ir.errors import AutopartError, CaptureError, InfeasibleError, PlanError, RefusedError, UsageError
 from autopart.ir.graph import Graph, LossReduction
 from autopart.ir.plan import Plan, Precision
 from autopart.ir.program import BUCKET_BYTES
@@ -42,7 +42,7 @@ from autopart.passes.program.schedules import find, names, streams
 from autopart.passes.search.space import PlanRequest
 from autopart.passes.simulation.stage_costs import device_types
 from autopart.planning.backend import cannot_pay, pays
-from autopart.planning.batch_statistics import batch_statistics
+from autopart.planning.batch_statistics import batch_statistics, moving
 from autopart.planning.no_effect import without_effect
 from autopart.planning.restrictions import (
     PlanningTask,
@@ -104,6 +104,20 @@ def make_plan(
         return _given(given, captures, batch, cluster, options)
     if options.backend == "auto":
         return _with_backend(captures, batch, cluster, options, to_run=to_run)
+    try:
+        return _searched(captures, batch, cluster, options, to_run=to_run)
+    except (CaptureError, RefusedError) as refusal:
+        if options.micro_batches is not None or batch.rows in (None, 1):
+            raise
+        try:  # the whole batch may still run
+            found = _searched(captures, batch, cluster, replace(options, micro_batches=1), to_run=to_run)
+        except AutopartError:
+            raise refusal from None
+        return replace(found, plan=found.plan.with_notes(f"only one micro-batch was tried: {refusal.what}"))
+
+
+def _searched(captures: CaptureCache, batch: Batch, cluster: Cluster, options: Options, *, to_run: bool) -> Planned:
+    """Return the best plan that the options allow, as `make_plan` describes."""
     # The program at every size that micro-batches may have, from captures at two sizes.
     splits = ways_to_split(batch, options.micro_batches)
     first = _first_size(splits, batch, cluster, options)
@@ -113,12 +127,7 @@ def make_plan(
     # How the batch may be cut, and whether stages may have replicas.
     task = at_known_sizes(PlanningTask(family, splits, cluster, options, to_run))
     # How the losses of parts of the batch combine, or a refusal.
-    try:
-        task, reduction = with_reduction(task, family, splits)
-    except RefusedError as refusal:
-        if options.micro_batches is not None or options.loss_reduction != "auto" or batch.rows in (None, 1):
-            raise
-        return _in_one_piece(captures, batch, cluster, options, refusal, to_run=to_run)
+    task, reduction = with_reduction(task, family, splits)
     # Whether sequences may be cut, if token_slices= asks for it.
     slices = asked_slices(options.token_slices, captures, batch, family.base.graph.size)
     task = replace(task, slices=slices, notes=(*task.notes, *slices.notes))
@@ -132,20 +141,6 @@ def make_plan(
         except (RefusedError, InfeasibleError) as failure:
             failures.append(failure)
     raise failures[-1]
-
-
-def _in_one_piece(
-    captures: CaptureCache, batch: Batch, cluster: Cluster, options: Options, refusal: RefusedError, *, to_run: bool
-) -> Planned:
-    """Return the plan for one micro-batch, with a note, of a model whose batch cannot be cut.  Raises the refusal if
-    there is none."""
-    try:
-        whole = make_plan(captures, batch, cluster, replace(options, micro_batches=1), to_run=to_run)
-    except (RefusedError, UsageError):
-        raise refusal from None
-    place = f" ({refusal.where})" if refusal.where else ""
-    note = f"the batch is one micro-batch, so stages wait for each other: {refusal.what}{place}: {refusal.why}"
-    return replace(whole, plan=whole.plan.with_notes(note))
 
 
 def _with_backend(captures: CaptureCache, batch: Batch, cluster: Cluster, options: Options, *, to_run: bool) -> Planned:
@@ -263,8 +258,8 @@ def _settled(task: PlanningTask, costs: CostedGraph, plan: Plan, reduction: Loss
         else:
             captured = family.captured(size)
             plan = _made_for(plan, captured.graph)
-    notes = (*task.notes, *_notes(task.options, plan, captured.graph))
     rule = _rule(plan, captured, family, reduction, task.slices)
+    notes = (*task.notes, *_notes(task.options, plan, captured.graph), *moving(plan, captured.graph, rule.steady))
     return Planned(plan.with_notes(*notes), captured, rule, costs)
 
 
@@ -285,7 +280,7 @@ def _rule(plan: Plan, captured: Captured, family: ProgramFamily, loss: LossReduc
     if len(plan.micro_rows) == 1 and not any(stage.division.splits for stage in plan.stages):
         return BatchRule(WHOLE)
     divided = divided_values(plan.decision, captured.graph, slices.once if plan.decision.token_slices else ())
-    return BatchRule(loss, row_layouts(family, loss, *divided))
+    return rule_of(family, loss, *divided)
 
 
 def _made_for(plan: Plan, graph: Graph) -> Plan:

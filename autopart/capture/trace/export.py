@@ -20,13 +20,14 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from autopart.capture.batch.batch import Batch, unflatten
+from autopart.capture.batch.batch import Batch
 from autopart.capture.habits.habits import HABITS
 from autopart.capture.reads.data_dependent_errors import is_data_dependent, size_fix
 from autopart.capture.reads.host_reads import Asker
 from autopart.capture.source_location import user_place
 from autopart.capture.trace.autocast import Autocast
 from autopart.capture.watch.observed import Observed, Observer, check_kept
+from autopart.capture.watch.values import ValueUsed, standing
 from autopart.ir.errors import AutopartError, CaptureError
 
 LossFn = Callable[[Any, Any], torch.Tensor]
@@ -74,7 +75,8 @@ class Wrapper(nn.Module):
         """Run the model, and the loss function if there is one, in everything that sees what they do."""
         queue = iter(tensors)
         leaves = tuple(next(queue) if isinstance(x, torch.Tensor) else x for x in self._batch.leaves)
-        args, kwargs, target = unflatten(leaves, self._batch.spec)
+        used: list[int] = []
+        args, kwargs, target = self._batch.arguments(standing(self._batch, leaves, used))
         functions = [self.loss_fn] if self.loss_fn is not None else []
         self.asker.begin()
         with contextlib.ExitStack() as around:
@@ -94,6 +96,8 @@ class Wrapper(nn.Module):
                 if self._autocast is not None and found.dtype is self._autocast.dtype is torch.float16:
                     found = found.float()  # the scaled gradient of an fp16 loss would be infinite
             observer.end(constants_asked=self.asker.constants_asked)
+            if used:
+                raise ValueUsed(used[0])
             return found
 
     def _outputs_of(self, result: Any) -> tuple[torch.Tensor, ...]:

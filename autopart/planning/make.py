@@ -36,7 +36,7 @@ from autopart.passes.graph.module_groups import wanted_groups
 from autopart.passes.ops.cost_model import CostModel
 from autopart.passes.ops.table import registered
 from autopart.passes.pipeline import PlannerInput, build
-from autopart.passes.program.named import BUILT_IN
+from autopart.passes.program.named import BUILT_IN, DELAYED, STASHED
 from autopart.passes.program.routing import divided_values
 from autopart.passes.program.schedules import find, names, streams
 from autopart.passes.search.space import PlanRequest
@@ -145,16 +145,16 @@ def _with_backend(captures: CaptureCache, batch: Batch, cluster: Cluster, option
 
 
 def _require_runnable(given: Plan | None, options: Options) -> None:
-    """Raise UsageError, or PlanError for a given plan, if its schedule is asynchronous and has no update function."""
+    """Raise UsageError, or PlanError for a given plan, if its schedule is asynchronous and nothing runs it."""
     name = given.schedule if given else options.schedule
-    if name == "auto" or find(name).synchronous or find(name).update or streams(find(name)):
+    if name == "auto" or find(name).synchronous or streams(find(name)):
         return
     known = ("auto", *(known for known in names() if find(known).synchronous))
     raise (PlanError if given else UsageError)(
         f"schedule {name!r} cannot be run yet",
-        why="it updates weights while micro-batches are in flight, and has no function for that",
-        fix=f"{'compile without plan=' if given else 'use autopart.plan to plan with it'}, register a Schedule with "
-        f"update=, or use one of {', '.join(known)}",
+        why="it updates weights while micro-batches are in flight",
+        fix=f"{'compile without plan=' if given else 'use autopart.plan to plan with it'}, or use one of "
+        f"{', '.join(known)}; pipe.train runs {STASHED} and {DELAYED}",
     )
 
 

@@ -41,7 +41,6 @@ from autopart.passes.program.routing import divided_values
 from autopart.passes.program.schedules import find, names, streams
 from autopart.passes.search.space import PlanRequest
 from autopart.passes.simulation.stage_costs import device_types
-from autopart.planning.backend import cannot_pay, pays
 from autopart.planning.batch_statistics import batch_statistics, moving
 from autopart.planning.no_effect import without_effect
 from autopart.planning.restrictions import (
@@ -102,8 +101,6 @@ def make_plan(
     captures.run_in(precision_of(options, given), cluster.kind, values_come=options.weights is not None)
     if given:
         return _given(given, captures, batch, cluster, options)
-    if options.backend == "auto":
-        return _with_backend(captures, batch, cluster, options, to_run=to_run)
     # The program at every size that micro-batches may have, from captures at two sizes.
     splits = ways_to_split(batch, options.micro_batches)
     first = _first_size(splits, batch, cluster, options)
@@ -127,21 +124,6 @@ def make_plan(
         except (RefusedError, InfeasibleError) as failure:
             failures.append(failure)
     raise failures[-1]
-
-
-def _with_backend(captures: CaptureCache, batch: Batch, cluster: Cluster, options: Options, *, to_run: bool) -> Planned:
-    """Return the plan for compiled stages if the steps to come pay for compiling them, else that for eager ones."""
-    if options.costs == "compiled":  # measured both ways
-        options = replace(options, costs="measured")
-    eager = make_plan(captures, batch, cluster, replace(options, backend="eager"), to_run=to_run)
-    note, best = cannot_pay(options, eager.plan), eager
-    if not note:
-        assert options.steps is not None
-        compiled = make_plan(captures, batch, cluster, replace(options, backend="inductor"), to_run=to_run)
-        compile_ns = compiled.costs.compile_ns if compiled.costs is not None else 0
-        compiling, note = pays(options.steps, eager.plan, compiled.plan, compile_ns)
-        best = compiled if compiling else eager
-    return replace(best, plan=best.plan.with_notes(note))
 
 
 def _require_runnable(given: Plan | None, options: Options) -> None:

@@ -49,7 +49,7 @@ class Monitor:
         self.verdict: WorkerError | None = None
         self._breakers: list[Callable[[], None]] = []
         self._heart: Heart | None = None
-        self._rank0_has_store = False
+        self._rank0_has_store = self._told = False
         self._machine, self._pid = this_machine(), os.getpid()
         self._wait_key, self._wait_from = (-1, NOBODY), 0.0
         self._stopped_from: dict[int, float] = {}
@@ -88,6 +88,7 @@ class Monitor:
 
     def tell(self, error: BaseException) -> None:
         """Tell the other ranks why this one failed."""
+        self._told = True
         if self._heart is not None:
             self._heart.tell(_report(self.rank, error, known=error is self.verdict or is_effect(error)))
 
@@ -95,6 +96,9 @@ class Monitor:
         """Return the error that happened first, if `error` only follows from another."""
         if not is_effect(error):
             return error
+        if self._heart is not None and not self._heart.lost:  # what is known of the others may be of long ago
+            self._heart.hurry()
+            self._heart.failed()
         end = time.monotonic() + CAUSE_S
         while self.verdict is None and time.monotonic() < end:
             if self._heart is not None:
@@ -121,6 +125,8 @@ class Monitor:
         if heart is not None:
             with suppress(Exception):  # of its store
                 heart.stop()
+                if self.rank == 0 and self._rank0_has_store and self.verdict is None and not self._told:
+                    heart.await_others()
 
     # -- in its own thread -----------------------------------------------------------------------------------------
 
@@ -203,6 +209,8 @@ class Monitor:
         doing, waits = beat["note"], beat["waits"]
         if not dead and phase != AWAY and silent >= QUIET_S:
             doing, waits = f"{doing}; {_silence(silent, runs=bool(pid))}", NOBODY
+        if dead and phase != AWAY:
+            doing += ", in its last heartbeat"
         return RankState(rank, beat["label"], doing, phase, waits, max(0.0, now - seen.same_at), dead)
 
     def _dead(self, rank: int, pid: int | None, silent: float, now: float) -> str:

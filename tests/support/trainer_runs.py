@@ -211,12 +211,12 @@ class Stop(TrainerCallback):
 
 
 def interrupted(kind: Any, folder: Path, args: Mapping[str, Any], at: int) -> Any:
-    """Return the trainer of a run that was ended after step `at`, and resumed from its last checkpoint."""
+    """Return the trainer of a run that was ended after step `at`, and resumed from its last checkpoint, if any."""
     with suppress(KeyboardInterrupt):
         made(kind, folder, args, rows=11, callbacks=[Stop(at)]).train()
         raise AssertionError(f"the run did not come to step {at}")
     trainer = made(kind, folder, args, rows=11)
-    trainer.train(resume_from_checkpoint=True)
+    trainer.train(resume_from_checkpoint=any(folder.glob("checkpoint-*")))
     return trainer
 
 

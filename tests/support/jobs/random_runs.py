@@ -93,11 +93,12 @@ def drawn_run(seed: int, *, alone: bool = True) -> Run:
         for event in changes:
             change(model, event)
         streamed = alone and random.random() < 0.25
-        plan = {"stages": 1} if alone else random.choice([{"stages": 2}, {"stages": 1, "replicas": 2}])
+        doubled = not alone and not single and random.random() < 0.5
+        plan = {"stages": 1, "replicas": 2} if doubled else {"stages": 1 if alone else 2}
         lives.append(Life(
             random.randint(1, 6), random.choice([0, 1, 3]), random.choice([3, 4, 4, 5]),
-            1 if single else random.choice([1, 2, 3]), tuple(changes), int(alone and random.random() < 0.1), streamed,
-            random.random() < 0.3, tuple({"stages": 2}.items() if single and not alone else plan.items()),
+            1 if single or doubled else random.choice([1, 2, 3]), tuple(changes), int(alone and random.random() < 0.1),
+            streamed, random.random() < 0.3, tuple(plan.items()),
         ))  # fmt: skip
     return Run(
         parts, kind, loss, random.choice([*OPTIMIZERS]), frozen, random.random() < 0.5,

@@ -245,7 +245,8 @@ class World:
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks why this one failed, and break the groups in which they wait; nothing can be sent then.
 
-        Not collective.  Takes milliseconds, or a second if the store of the launch does not answer."""
+        Not collective.  Takes milliseconds, or 5 s if the store of the launch does not answer: the others should know
+        why before their connections end."""
         if self._lease is None or not shared_group.holds(self._lease) or self.size == 1:
             return
         if shared_group.monitor is not None:

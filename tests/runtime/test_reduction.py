@@ -131,7 +131,7 @@ def exchange_s(size: int, needed: tuple[int, ...]) -> tuple[float, int]:
         began = time.process_time()
         given = calls.enter("step", needed=needed, signature="x", version="v", rows=4, counts=[1.0, 2.0])()
         took.append(time.process_time() - began)
-        assert given.rows == 4 and given.counts[:2] == [1.0, 2.0] and not given.missing
+        assert given.rows == 4 and not given.missing
         sent = world.group.sent
     return min(took), sent
 

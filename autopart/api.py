@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from autopart.capture import CaptureCache
+from autopart.capture.batch.batch import Batch, flatten
 from autopart.capture.derive.token_axis import sequence_length
 from autopart.capture.trace.export import LossFn
 from autopart.costs.sources import CostSource, register_cost_source
@@ -32,7 +33,6 @@ from autopart.runtime.launch.local import launch as _launch
 from autopart.session.code.compiled_costs import compiled_costs
 from autopart.session.compare import Verification, verify_step
 from autopart.session.pipe.pipe import Pipe
-from autopart.session.step.padded import PaddingReader
 
 ClusterLike = Cluster | str | os.PathLike[str] | None
 """A cluster, a YAML, TOML or JSON file, a text such as "cpu:2", or None: from the launcher and the visible devices."""
@@ -192,7 +192,7 @@ def _checked_elastic(elastic: object, world: int) -> tuple[int, int]:
 def planned(model: nn.Module, cluster: ClusterLike, sample: Any, options: Options) -> tuple[Plan, Graph]:
     """Plan, and return the plan with the captured graph."""
     captures, machines = CaptureCache(model, options.loss_fn), _cluster(cluster)
-    batch = PaddingReader(captures, options).read(_given(sample, "plan"))
+    batch = _sample(sample, "plan", options)
     made = make_plan(captures, batch, machines, options, to_run=False)
     return made.plan, made.captured.graph
 
@@ -200,7 +200,7 @@ def planned(model: nn.Module, cluster: ClusterLike, sample: Any, options: Option
 def simulated(model: nn.Module, cluster: ClusterLike, sample: Any, options: Options) -> tuple[Plan, Graph, Timeline]:
     """Plan, and return the plan with the captured graph and a simulated step."""
     captures, machines = CaptureCache(model, options.loss_fn), _cluster(cluster)
-    batch = PaddingReader(captures, options).read(_given(sample, "simulate"))
+    batch = _sample(sample, "simulate", options)
     made = make_plan(captures, batch, machines, options, to_run=False)
     step = simulate_plan(made.plan, made.captured, captures, batch, machines, options)
     return made.plan, made.captured.graph, step
@@ -217,7 +217,7 @@ def answered(model: nn.Module, sample: Any, questions: Iterable[tuple[str, Clust
         machines = _cluster(cluster)
         kind = precision_of(options, read_plan(options)), machines.kind
         captures = known.setdefault(kind, CaptureCache(model, options.loss_fn))
-        batch = PaddingReader(captures, options).read(_given(sample, "plan"))
+        batch = _sample(sample, "plan", options)
         answer = Answer(name, machines, sequence_length(batch))
         try:
             made = make_plan(captures, batch, machines, options, to_run=False)
@@ -232,6 +232,10 @@ def _given(sample: Any, what: str) -> Any:
     if sample is None:
         raise UsageError(f"{what} needs a sample", fix="pass sample=batch: one batch as the model takes it")
     return sample
+
+
+def _sample(sample: Any, what: str, options: Options) -> Batch:
+    return flatten(_given(sample, what), with_target=options.loss_fn is not None)
 
 
 def _cluster(cluster: ClusterLike) -> Cluster:

@@ -31,6 +31,7 @@ _KEEP = 128  # captures; 32 kinds of batches are kept, each with several
 _KEEP_ANSWERS = 32  # sets of answers of one kind of batch
 _NAMED = 3  # changes that a message names
 _MANY = 8  # captures of one kind of batch that differ in what the model's Python reads from the batch
+_MANY_SHAPES = 16  # kinds of batches that differ in the shapes of their tensors
 
 
 class CaptureCache:
@@ -58,6 +59,7 @@ class CaptureCache:
         self._watches: list[ModelWatch] = []
         self._tensors: dict[str, tuple[str, torch.Tensor]] = {}
         self.kept: Recent[tuple[object, ...], Captured] = Recent(_KEEP, self._bytes_of)
+        self._shapes: set[tuple[object, ...]] = set()
         self._asked: dict[tuple[object, ...], list[tuple[_Answers, Callable[[Sequence[torch.Tensor]], bool]]]] = {}
 
     def run_in(self, precision: Precision, device_type: str, *, values_come: bool = False) -> None:
@@ -98,6 +100,7 @@ class CaptureCache:
                 key = (mode, size, replace(batch, answers=answers).signature())
             self.kept.add(key, captured)
             self.made += 1
+            self._note_shapes(batch)
             self._observed.update(captured.observed)
             if mode == "step":
                 self._flags = self._flags_read()
@@ -144,6 +147,19 @@ class CaptureCache:
             del known[_KEEP_ANSWERS:]
             if len(known) == _MANY:
                 _warn_of_many([where for _, where, value in answers if type(value) is not bool])
+
+    def _note_shapes(self, batch: Batch) -> None:
+        shapes = tuple(tensor.shape[split:] for tensor, split in batch.tensors_and_splits())
+        if shapes not in self._shapes:
+            self._shapes.add(shapes)
+            if len(self._shapes) == _MANY_SHAPES:
+                warnings.warn(
+                    f"{_MANY_SHAPES} kinds of batches were captured that differ in the shapes of their tensors: "
+                    "results stay exact, but each new kind waits for a capture; pad sequences to a few lengths in the "
+                    "collate function of the loader, as DataCollatorWithPadding(pad_to_multiple_of=64) does",
+                    CaptureWarning,
+                    stacklevel=2,
+                )
 
     def refresh(self, *, training: bool) -> list[str]:
         """Forget all captures if the model changed since; return what changed, in words.

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -47,20 +50,83 @@ class Trained:
                     yield prefix + name, tensor
                 seen.add(id(tensor))
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return both states, holding the tensors themselves."""
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return every parameter and every buffer that is saved, under each of its names, whatever the model's own
+        `state_dict` makes of them."""
         return {
-            prefix + name: tensor
-            for prefix, module in self.parts()
-            for name, tensor in module.state_dict(keep_vars=True).items()
+            f"{prefix}{path}.{name}" if path else prefix + name: tensor
+            for prefix, part in self.parts()
+            for path, module in part.named_modules(remove_duplicate=False)
+            for name, tensor in itertools.chain(
+                module.named_parameters(recurse=False, remove_duplicate=False),
+                module.named_buffers(recurse=False, remove_duplicate=False),
+            )
+            if name not in module._non_persistent_buffers_set
         }
 
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Load what `state_dict` returned."""
+    def stateful(self) -> dict[str, nn.Module]:
+        """Return the modules that have extra state, by name."""
+        return {name: m for name, m in self.named_modules() if type(m).get_extra_state is not nn.Module.get_extra_state}
+
+    def state_dict(self) -> OrderedDict[str, Any]:
+        """Return what the model's own `state_dict` makes of its values, and that of the loss function."""
+        found = OrderedDict[str, Any]()
+        metadata: dict[str, Any] = {}
+        for prefix, part in self.parts():
+            own = part.state_dict()
+            found.update((prefix + name, value) for name, value in own.items())
+            metadata |= {} if prefix else getattr(own, "_metadata", {})
+        found._metadata = metadata  # type: ignore[attr-defined]
+        return found
+
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool) -> tuple[list[str], list[str]]:
+        """Load what `state_dict` returned through the model's own `load_state_dict`; returns what is missing and what
+        is unexpected there."""
         learned = {name for name in state if self.loss_fn is not None and name.startswith(PREFIX)}
-        self.model.load_state_dict({name: tensor for name, tensor in state.items() if name not in learned})
-        if self.loss_fn is not None:
-            self.loss_fn.load_state_dict({name.removeprefix(PREFIX): state[name] for name in learned})
+        wrong: tuple[list[str], list[str]] = [], []
+        for prefix, part in self.parts():
+            own = OrderedDict((n.removeprefix(prefix), v) for n, v in state.items() if (n in learned) == bool(prefix))
+            if not prefix and hasattr(state, "_metadata"):
+                own._metadata = state._metadata  # type: ignore[attr-defined]
+            keys = part.load_state_dict(own, strict=strict)
+            for names, more in zip(wrong, keys or ((), ()), strict=True):
+                names.extend(prefix + name for name in more)
+        return wrong
+
+    def own_loading(self) -> str:
+        """Return the name of the first module whose loading is its own, by a hook or by a method, "" if none: what it
+        loads may have other names or values than its parameters.  Torch's own modules and hooks do not count."""
+        methods = "load_state_dict", "_load_from_state_dict"
+        for name, module in self.named_modules():
+            hooks = *module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values()
+            found = [getattr(hook, "hook", hook) for hook in hooks] + [getattr(type(module), each) for each in methods]
+            if any(not str(getattr(each, "__module__", "")).startswith("torch.") for each in found):
+                return name or type(module).__name__
+        return ""
+
+    @contextmanager
+    def holding(
+        self, tensors: Mapping[str, torch.Tensor], states: Mapping[str, Any] = MappingProxyType({})
+    ) -> Iterator[None]:
+        """Have other values in the model's places inside: tensors by name, and extra state by module."""
+        modules = dict(self.named_modules())
+        replaced: list[tuple[dict[str, Any], str, Any]] = []
+        for path, module in modules.items():
+            registries: list[dict[str, Any]] = [module._parameters, module._buffers]
+            for registry, (key, own) in [(each, pair) for each in registries for pair in each.items()]:
+                value = tensors.get(f"{path}.{key}" if path else key)
+                if own is not None and value is not None and value is not own:
+                    replaced.append((registry, key, own))
+                    registry[key] = _in_place_of(own, value)
+        try:
+            for name, state in states.items():
+                vars(modules[name])["get_extra_state"] = lambda state=state: state
+            yield
+        finally:
+            for registry, key, own in replaced:
+                registry[key] = own
+            for name in states:
+                del vars(modules[name])["get_extra_state"]
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield every module under its name, the model itself under the empty one."""
@@ -78,6 +144,15 @@ class Trained:
         yield "", self.model
         if self.loss_fn is not None:
             yield PREFIX, self.loss_fn
+
+
+def _in_place_of(own: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return a value as the kind of tensor that a module has there, with what its class or its user attached to it."""
+    if type(value) is type(own):
+        return value
+    made = value.detach().as_subclass(type(own)).requires_grad_(own.requires_grad)
+    vars(made).update(vars(own))
+    return made
 
 
 def on_meta(modules: Iterable[nn.Module]) -> str:

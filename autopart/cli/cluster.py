@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from autopart.cli.output import Json, print_json, prints_results
+from autopart.cli.output import Json, print_json, prints_results, say
 from autopart.files.clusters import cluster_to_dict, cluster_to_yaml, parse_cluster, require_yaml, save_cluster
 from autopart.files.presets import NODES
 from autopart.ir.cluster import Cluster
@@ -54,8 +54,8 @@ def _print_cluster(cluster: Cluster, out: Path | None, as_json: bool) -> None:
     if as_json:
         print_json(cluster_to_dict(cluster))
     else:
-        typer.echo(cluster_table(cluster), err=out is None)
+        say(cluster_table(cluster), err=out is None)
     if out is not None:
-        typer.echo(f"cluster written to {out}", err=as_json)
+        say(f"cluster written to {out}", err=as_json)
     elif not as_json:
         typer.echo(cluster_to_yaml(cluster), nl=False)

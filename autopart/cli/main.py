@@ -21,7 +21,7 @@ from autopart.cli.cluster import app as cluster_app
 from autopart.cli.entry import TRACEBACK, main
 from autopart.cli.flags import ClusterName, ModelName, takes_option_flags
 from autopart.cli.model_loader import load_model
-from autopart.cli.output import Json, print_json, prints_results
+from autopart.cli.output import Json, print_json, prints_results, say
 from autopart.files.clusters import parse_cluster
 from autopart.options import choices, read_options
 from autopart.session.compare import Verification, verify_step
@@ -42,7 +42,7 @@ app.add_typer(checkpoint_app)
 def _print_versions(wanted: bool) -> None:
     if wanted:
         if prints_results():
-            typer.echo(_versions())
+            say(_versions())
         raise typer.Exit
 
 
@@ -85,7 +85,7 @@ def verify(
         if as_json:
             print_json({"ok": found.ok, "loss_error": found.loss_error, "largest": found.largest, **asdict(found)})
         else:
-            typer.echo(found.table(limit))
+            say(found.table(limit))
     raise typer.Exit(0 if found.ok else 1)
 
 
@@ -93,7 +93,7 @@ def verify(
 def version() -> None:
     """Print the versions of autopart, torch and Python."""
     if prints_results():
-        typer.echo(_versions())
+        say(_versions())
 
 
 def _versions() -> str:

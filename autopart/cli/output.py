@@ -12,6 +12,8 @@ from typing import Annotated
 
 import typer
 
+from autopart.ir.printable import printable
+
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table")]
 
 
@@ -23,6 +25,11 @@ def prints_results() -> bool:
 def on_terminal() -> bool:
     """Return whether stdout is a terminal, not a file or a pipe."""
     return sys.stdout.isatty()
+
+
+def say(text: str, *, err: bool = False, nl: bool = True) -> None:
+    """Print a result as text.  What comes from files may hold signs that a terminal obeys: they are escaped."""
+    typer.echo(printable(text, keep="\n\t"), err=err, nl=nl)
 
 
 def print_json(content: Mapping[str, object]) -> None:

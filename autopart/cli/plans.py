@@ -10,7 +10,7 @@ import typer
 from autopart import api
 from autopart.cli.flags import ClusterName, ModelName, Rows, Seed, Tokens, TraceFile, takes_option_flags
 from autopart.cli.model_loader import Subject, load_model
-from autopart.cli.output import Json, Progress, on_terminal, print_json, prints_results
+from autopart.cli.output import Json, Progress, on_terminal, print_json, prints_results, say
 from autopart.cli.questions import Compare, MoreWords, WhatIf, compare_clusters, compare_wishes, require_no_words
 from autopart.files.plans import diff_plans, load_plan, plan_to_json, save_plan
 from autopart.files.schedule_csv import save_schedule_csv
@@ -66,14 +66,14 @@ def plan(
     if as_json:
         print_json(plan_facts(made, graph))
     else:
-        typer.echo(stage_table(made, graph), err=pipes_plan)
+        say(stage_table(made, graph), err=pipes_plan)
     if out is not None:
         save_plan(made, out)
-        typer.echo(f"plan written to {out}", err=as_json)
+        say(f"plan written to {out}", err=as_json)
     elif pipes_plan:
         typer.echo(plan_to_json(made), nl=False)
     elif not as_json:
-        typer.echo("--out plan.json writes the plan to a file", err=True)
+        say("--out plan.json writes the plan to a file", err=True)
     _write_trace(step, made, trace)
 
 
@@ -105,7 +105,7 @@ def explain(
     if as_json:
         print_json(plan_facts(found, graph))
     else:
-        typer.echo(stage_table(found, graph))
+        say(stage_table(found, graph))
     _write_trace(step, found, trace)
 
 
@@ -122,7 +122,7 @@ def report(
     found = load_plan(plan)
     measured = load_trace(trace) if trace is not None else None
     path = write_page(found, out or plan.with_suffix(".html"), measured=measured, title=f"autopart: {plan.stem}")
-    typer.echo(f"report written to {path}")
+    say(f"report written to {path}")
 
 
 def schedule(
@@ -135,10 +135,10 @@ def schedule(
         return
     text = schedule_text(load_plan(plan), messages=messages)
     if csv is None:
-        typer.echo(text, nl=False)
+        say(text, nl=False)
     else:
         save_schedule_csv(text, csv)
-        typer.echo(f"schedule written to {csv}", err=True)
+        say(f"schedule written to {csv}", err=True)
 
 
 def diff(before: PlanPath, after: Annotated[Path, typer.Argument(help="Another one")]) -> None:
@@ -146,7 +146,7 @@ def diff(before: PlanPath, after: Annotated[Path, typer.Argument(help="Another o
     if not prints_results():
         return
     old, new = load_plan(before), load_plan(after)
-    typer.echo(diff_plans(old, new))
+    say(diff_plans(old, new))
     raise typer.Exit(0 if old == new else 1)
 
 
@@ -154,7 +154,7 @@ def _loaded(model: str, flags: dict[str, Any], rows: int | None, tokens: int | N
     """Build the model, and print what there is to say about it."""
     subject = load_model(model, flags.get("seed", 0), rows, tokens)
     for note in subject.notes:
-        typer.echo(f"note: {note}", err=True)
+        say(f"note: {note}", err=True)
     return subject
 
 
@@ -172,11 +172,11 @@ def _write_trace(step: Timeline | None, plan: Plan, path: Path | None) -> None:
         return
     if str(path) == "-":
         ranks = len(f"rank {plan.decision.world} ||")
-        typer.echo(timeline_text(step, max(20, terminal_width() - ranks)), nl=False)
+        say(timeline_text(step, max(20, terminal_width() - ranks)), nl=False)
         return
     save_trace(step, path, name="simulated")
-    typer.echo(f"simulated step written to {path}", err=True)
+    say(f"simulated step written to {path}", err=True)
     if step.step_ns != plan.step_ns and find(plan.schedule).synchronous:
         here, said = (f"{ns / 1e6:.2f} ms" for ns in (step.step_ns, plan.step_ns))
         reason = "it was made for another cluster, optimizer or costs"
-        typer.echo(f"note: this step takes {here}, the plan says {said}: {reason}", err=True)
+        say(f"note: this step takes {here}, the plan says {said}: {reason}", err=True)

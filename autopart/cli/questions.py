@@ -11,7 +11,7 @@ import typer
 from autopart import api
 from autopart.cli.flags import wished
 from autopart.cli.model_loader import Subject
-from autopart.cli.output import Progress, print_json
+from autopart.cli.output import Progress, print_json, say
 from autopart.ir.errors import UsageError
 from autopart.options import Options, read_options
 from autopart.report.comparison import Answer, comparison_facts, comparison_table
@@ -80,4 +80,4 @@ def _print(answers: list[Answer], column: str, as_json: bool) -> None:
     if as_json:
         print_json(comparison_facts(answers))
     else:
-        typer.echo(comparison_table(answers, column), nl=False)
+        say(comparison_table(answers, column), nl=False)

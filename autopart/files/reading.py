@@ -10,6 +10,7 @@ import reprlib
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 
 from pydantic import ValidationError
 
@@ -44,18 +45,24 @@ def named(name: str | os.PathLike[str], kind: type[AutopartError], fix: str = ""
         raise kind(what, where=problem.where, why=problem.why, fix=problem.fix or fix) from cause
 
 
+def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
+    """Open a regular file to read its bytes.  A pipe or a device is refused and never waited for.  Raises OSError."""
+    descriptor = os.open(path, _OPEN)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError("it is not a regular file")
+    return open(descriptor, "rb")
+
+
 def read_text(path: str | os.PathLike[str], *, most_bytes: int = MAX_BYTES) -> str:
     """Read a whole UTF-8 file.  A pipe or a device is refused and never waited for.  Raises `unreadable`."""
     try:
-        with open(os.open(path, _OPEN), "rb") as file:
-            regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
-            raw = file.read(most_bytes + 1) if regular else b""
+        with open_regular(path) as file:
+            raw = file.read(most_bytes + 1)
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
         reason = getattr(error, "strerror", None) or str(error)
         fix = "check the path" if isinstance(error, FileNotFoundError) else ""
         raise unreadable("cannot be read", why=reason, fix=fix) from error
-    if not regular:
-        raise unreadable("cannot be read", why="it is not a regular file")
     if len(raw) > most_bytes:
         raise unreadable("is too large", why=f"at most {most_bytes >> 10} KiB are read")
     try:

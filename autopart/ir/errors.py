@@ -70,6 +70,10 @@ class RefusedError(AutopartError):
     value: str = ""
 
 
+class OtherProgramError(RefusedError):
+    """The model runs other operations on one number of rows than on another, most often on a single row."""
+
+
 class PlanError(AutopartError):
     """A plan that is malformed, or was made for something else."""
 

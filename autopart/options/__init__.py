@@ -20,7 +20,6 @@ from typing import Any, Literal, TypedDict
 import torch
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
-from autopart.capture.batch.padding import are_fillers, are_lengths
 from autopart.capture.trace.export import LossFn
 from autopart.costs.sources import COST_SOURCES, CostSource
 from autopart.files.schedule_csv import read_schedule_csv
@@ -73,8 +72,6 @@ class OptionsDict(TypedDict, total=False):
     backend: Literal["eager", "inductor", "auto"] | None
     steps: int | None
     weights: str | os.PathLike[str] | None
-    pad_to: Iterable[int] | None
-    pad_with: Mapping[str, float | None] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +142,6 @@ class Options:
         weights         values of a model that was built on the meta device, of which each rank makes its own part:
                         a safetensors file, a folder of them, or a checkpoint; "init" runs the model's own
                         initialisation with seed=
-        pad_to          lengths: sequences are padded to the next of them, pad_to=(128, 256, 512)
-        pad_with        values that pad further keys of the batch: {key: number, or None to leave it as it is}
     """
 
     loss_fn: LossFn | None = None
@@ -180,8 +175,6 @@ class Options:
     backend: str = "eager"
     steps: int | None = None
     weights: str | None = None
-    pad_to: tuple[int, ...] = ()
-    pad_with: Mapping[str, Any] = field(default_factory=dict)
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------
@@ -261,7 +254,6 @@ _CONVERTERS: dict[str, Callable[[Any], Any]] = {
     "together": _groups,
     "recompute": _recompute,
     "bucket_bytes": _bytes,
-    "pad_to": _tuple,
     "weights": _weights,
 }
 """How a value is brought to the form of `Options`; a value that cannot be is left to the check."""
@@ -338,8 +330,6 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: isinstance(value, str) and bool(value),
         'pass a safetensors file, a folder with such files, the folder of a checkpoint, or "init"',
     ),
-    "pad_to": (are_lengths, "use lengths of sequences in tokens: pad_to=(128, 256, 512)"),
-    "pad_with": (are_fillers, 'map keys of the batch to numbers, or to None: pad_with={"token_weights": 0.0}'),
 }
 """Whether a value is possible, and what to use instead.  Other options take one of `choices`, or anything."""
 

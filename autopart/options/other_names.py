@@ -37,6 +37,9 @@ _OTHER_NAMES = {
     "torch_compile compile_model": 'backend="inductor" compiles the stages',
     "lr learning_rate weight_decay": "make an optimizer of pipe.parameters()",
     "bucket_cap_mb": "bucket_bytes= is the size of a bucket in bytes",
+    "pad_to pad_with": (
+        "pad in the collate function of the loader, to a few lengths: DataCollatorWithPadding(pad_to_multiple_of=64)"
+    ),
     "compress": "gradients are always summed exactly; drop it",
 }
 """What to use instead of options of torch, DeepSpeed, Megatron, Lightning and Accelerate."""

@@ -28,6 +28,4 @@ def without_effect(options: Options, plan: Plan, graph: Graph) -> tuple[str, ...
         notes.append("master_weights=True has no effect: no trained parameter is in bf16 or fp16")
     if options.steps is not None and options.backend != "auto":
         notes.append('steps= has no effect: it decides about compiling with backend="auto"')
-    if options.pad_with and not options.pad_to:
-        notes.append("pad_with= has no effect: no pad_to= says to which lengths")
     return tuple(notes)

@@ -38,6 +38,7 @@ from autopart.passes.program.schedules import find
 from autopart.runtime.tensors import dense
 from autopart.session.pipe.pipe import Pipe
 from autopart.session.ranks.agreement import from_rank
+from autopart.session.state.state_dict import gather_state
 from autopart.session.step.loss_shares import whole_shares
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5, "float16": 2e-2, "bfloat16": 1e-1}
@@ -216,7 +217,8 @@ def _outcome(pipe: Pipe, sample: Any) -> Outcome:
     if pipe.scaler is not None:  # one process runs without; powers of two make no other difference
         pipe.scaler.scale = 1.0
     loss = pipe.step(sample)
-    state = pipe.state_dict()
+    with pipe.session.call("state_dict") as session:
+        state = gather_state(session)  # by the model's own names, whatever its state_dict() makes of them
     buffers = {name: state[name] for name, _ in pipe.session.captures.trained.named_buffers() if name in state}
     return Outcome(loss.item(), pipe.gradients(), buffers)
 

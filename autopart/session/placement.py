@@ -12,7 +12,7 @@ from autopart.ir.errors import PlanError
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision, Stage
 from autopart.ir.shares import owners_of
-from autopart.passes.program.routing import tied
+from autopart.passes.program.routing import homes, tied
 from autopart.runtime.group.world import World
 from autopart.runtime.moves import Route, move_tensors
 from autopart.runtime.sums.shared_values import Sharing
@@ -27,13 +27,15 @@ class Placement:
 
     holders: ranks that hold it, ascending.  keepers: those that keep its gradient and optimizer state: all holders, or
     with zero=1 one of each stage.  owners: the rank whose value counts: of the first stage that uses a parameter, or of
-    the stage that updates a buffer.  sharing: how the replicas of each stage share the optimizer state.
+    the stage that updates a buffer.  sharing: how the replicas of each stage share the optimizer state.  tied: the
+    stages of each trainable parameter that several stages hold.
     """
 
     holders: Ranks = field(default_factory=dict)
     keepers: Ranks = field(default_factory=dict)
     owners: Mapping[str, int] = field(default_factory=dict)
     sharing: tuple[Sharing, ...] = ()
+    tied: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def sharing_stages(self) -> tuple[int, ...]:
@@ -59,8 +61,10 @@ def placement_of(graph: Graph, decision: Decision) -> Placement:
     keepers: dict[str, set[int]] = {}
     owners: dict[str, int] = {}
     sharing = []
-    for stage in decision.stages:
+    unused = homes(decision, graph)
+    for number, stage in enumerate(decision.stages):
         used = dict.fromkeys(name for op in stage.ops for name in ops[op].params if name not in constants)
+        used.update(dict.fromkeys(name for name, home in unused.items() if home == number))
         dealt = _dealt(stage, [name for name in used if name in trained], trained, keepers) if decision.zero else {}
         keeping = {name: (dealt[name],) if name in dealt else stage.ranks for name in used}
         sharing.append(Sharing(stage.ranks, dealt, decision.bucket_bytes))
@@ -78,7 +82,7 @@ def placement_of(graph: Graph, decision: Decision) -> Placement:
         for of in (holders, keepers):
             of.setdefault(name, set()).update(decision.stages[0].ranks)
     held, kept = ({name: tuple(sorted(ranks)) for name, ranks in of.items()} for of in (holders, keepers))
-    return Placement(held, kept, owners, tuple(sharing))
+    return Placement(held, kept, owners, tuple(sharing), dict(tied(decision, graph)))
 
 
 def _check_shared(graph: Graph, decision: Decision) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from autopart.capture.batch.batch import Batch
 from autopart.capture.batch.stand_in import with_rows
-from autopart.ir.errors import BatchError
+from autopart.ir.errors import BatchError, OtherProgramError
 from autopart.runtime.activity import patient
 from autopart.runtime.engine import BatchPlan
 from autopart.session.executors.executor import Executor
@@ -28,7 +28,7 @@ from autopart.session.step.data import (
     shared_stand_in,
 )  # fmt: skip
 from autopart.session.step.kept.activations import Samples
-from autopart.session.step.parts import warn_of_other_batches
+from autopart.session.step.parts import ONE, SEVERAL, fitting_cut, warn_of_other_batches
 
 _CALLS = {"step": "step", "loss": "eval_loss", "predict": "predict"}
 """The call of a pipe by the mode in which the model is captured."""
@@ -85,7 +85,6 @@ class Session(SessionPlan):
         try:
             batch = self._read(arguments, mode)
             self.follow_model(training=mode == "step")
-            self._reader.prove(here=sharded or self.world.rank == self.needing[0])
             if batch is None:  # the counts of others are enough, unless buffers have to be compared here
                 return None, "", None if self.plan.decision.token_slices else (), None
             if sharded:
@@ -96,7 +95,7 @@ class Session(SessionPlan):
                 batch = self.captures.settled(batch, largest_part(batch, mode, self.plan.decision), mode)
                 batch = self._begun(batch, mode, samples, sharded=False)
             signature = repr(batch.signature())
-            known = self._kinds.get((mode, digest_of(self.captures.version), digest_of(signature)))
+            known = self._kinds.get(self._kind(mode, digest_of(signature), batch.rows))
             return batch, signature, known.count(batch) if known is not None else None, None
         except FAILURES as error:
             return batch, "", None, error
@@ -109,7 +108,10 @@ class Session(SessionPlan):
         rows, first, rank = batch.rows or 0, self.plan.stages[0], self.world.rank
         own: Sequence[int] = range(rows) if sharded and rank in first.ranks else ()
         if not sharded and rank in first.ranks:
-            own = own_rows(micro_rows(batch, (), self.plan.decision), first.division, first.ranks.index(rank))
+            cut = micro_rows(batch, (), self.plan.decision)
+            own = own_rows(cut, first.division, first.ranks.index(rank))
+            if cut != fitting_cut(rows, self.plan.decision, SEVERAL):  # parts of one row may run on another replica
+                own = range(rows)
         return self.activations.extended(batch, samples, own, self.tensors.held)
 
     def planned_batch(
@@ -135,7 +137,7 @@ class Session(SessionPlan):
             rows=(batch.rows or 0) if batch is not None else 0, scale=scale, sharded=sharded, counts=counts,
         )  # fmt: skip
         if batch is not None and counts is not None and failure is None:
-            kind = mode, digest_of(version), digest_of(signature)
+            kind = self._kind(mode, digest_of(signature), batch.rows)
             executor = self._kinds.get(kind)
             assert executor is not None  # it counted the batch
             if executor.begin(batch, counts):
@@ -144,15 +146,15 @@ class Session(SessionPlan):
                 self.last_shares, self.last_executor = (plan.rows, executor.shares), executor
                 return executor, batch, plan
         given = settle()
-        kind = mode, digest_of(version), given.signature
         if mode == "step" and not (sharded or self._batches_compared):
             self._batches_compared = True
             warn_of_other_batches(self.world, batch, self.needing)
+        shards = given.shards
+        kind = self._kind(mode, given.signature, sum(shards) if sharded else given.rows)
         known = self._kinds.get(kind)
         stand_in = known.stand_in if known is not None else None
         if stand_in is None and (given.missing or sharded):
             stand_in = shared_stand_in(self.world, batch, needed[0], given.signature)
-        shards = given.shards
         try:
             if shards:
                 rows_of_shards(shards, self.plan.decision)
@@ -161,12 +163,34 @@ class Session(SessionPlan):
         if batch is None or (sharded and self.world.rank not in needed):
             assert stand_in is not None
             batch = with_rows(stand_in, sum(shards) if sharded else given.rows)
-        executor = self._kinds.executor(kind, batch, shards)
-        executor.stand_in = stand_in
-        executor.agree(batch, given.counts, shards)
+        executor = self._agreed(kind, batch, given.counts, shards, stand_in)
         plan = executor.plan(batch, key, scale, shards)
         self.last_shares, self.last_executor = (plan.rows, executor.shares), executor
         return executor, batch, plan
+
+    def _kind(self, mode: str, signature: float, rows: int | None) -> Kind:
+        return self._kinds.kind(mode, digest_of(self.captures.version), signature, rows)
+
+    def _agreed(
+        self, kind: Kind, batch: Batch, counts: Sequence[float], shards: tuple[int, ...], stand_in: Batch | None
+    ) -> Executor:
+        """Return the executor of a batch once it knows its shares.  Collective.
+
+        Where the model runs another program on a single row, there are fewer micro-batches, or each runs on one replica
+        of a stage, so that no part has one."""
+        executor = self._kinds.executor(kind, batch, shards)
+        executor.stand_in = stand_in
+        try:
+            executor.agree(batch, counts, shards)
+        except OtherProgramError:
+            if shards or batch.rows in (None, 1) or executor.fitting is not None:
+                raise
+            executor.fitting = ONE if executor.planned.graph.rows == 1 else SEVERAL
+            kind = self._kinds.kind(*kind[:3], batch.rows)
+            executor = self._kinds.executor(kind, batch)
+            executor.stand_in = stand_in
+            executor.agree(batch, ())
+        return executor
 
     def _agree(self, settle: Callable[[], Given], kind: Kind, batch: Batch, first: int) -> None:
         """Wait until every rank makes this step with a batch like this rank's, which has begun with it.  Collective;

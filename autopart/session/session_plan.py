@@ -13,7 +13,7 @@ from typing import Self
 import torch
 
 from autopart.capture import CaptureCache, Captured
-from autopart.capture.batch.batch import Batch
+from autopart.capture.batch.batch import Batch, BatchReader
 from autopart.capture.derive.reduction import BatchRule
 from autopart.capture.guards import check_autocast, tied_names
 from autopart.costs.sources import CostedGraph
@@ -25,6 +25,7 @@ from autopart.ir.program import Program
 from autopart.ir.size import Size
 from autopart.ir.timeline import Span
 from autopart.options import Options
+from autopart.passes.program.routing import homes
 from autopart.planning.backend import runs_compiled
 from autopart.planning.make import Planned, make_plan, read_plan
 from autopart.runtime.activity import patient, set_activity, set_rank_label
@@ -52,7 +53,6 @@ from autopart.session.step.data import (
 )  # fmt: skip
 from autopart.session.step.kept.activations import Activations
 from autopart.session.step.loss_shares import Shares
-from autopart.session.step.padded import PaddingReader
 from autopart.session.weights.source import Weights, weights_for
 
 Preparing = Callable[[], Callable[[RankContext], None]]
@@ -89,7 +89,7 @@ class SessionPlan:
         self.captures = captures
         self.options = options
         self.cluster = cluster
-        self._reader = PaddingReader(captures, options)
+        self._reader = BatchReader()
         self._kinds = KnownKinds()
         self.spans: list[Span] | None = None
         self.tied: Mapping[str, str] = {}
@@ -117,7 +117,6 @@ class SessionPlan:
                     # Kept: another plan captures the model at other sizes.
                     self.batch = first_batch(self._read(arguments), sharded=sharded)
                     read_plan(self.options)
-                    self._reader.prove(here=self.world.rank == 0)
                     self.tied = tied_names(self.captures.trained)
                     weights = weights_for(self.captures.trained, self.options.weights, self.options.seed)
                 began = time.perf_counter()
@@ -213,12 +212,15 @@ class SessionPlan:
     ) -> RankContext:
         """Return what executors share under a plan.  earlier: tensors that this rank held before.  values: of
         tensors on the meta device.  Collective."""
-        placement = placement_of(planned.captured.graph, planned.plan.decision)
+        graph, decision = planned.captured.graph, planned.plan.decision
+        placement = placement_of(graph, decision)
         rank, wanted = self.world.rank, self.options.master_weights
         mastered: Callable[[str], bool] = lambda name: wanted and placement.keeps(rank, name)  # noqa: E731
         tensors = LocalTensors(self.world.device, earlier, mastered, values)
+        mine = decision.stages_of_rank(rank)
+        tensors.hold([name for name, home in homes(decision, graph).items() if home in mine], planned.captured.tensors)
         if rank in planned.plan.stages[0].ranks:
-            tensors.hold(planned.captured.graph.before, planned.captured.tensors)
+            tensors.hold(graph.before, planned.captured.tensors)
         shared = SharedValues(self.world, placement.sharing, tensors.held)
         backend = "inductor" if runs_compiled(self.options, planned.plan) else "eager"
         options = replace(self.options, backend=backend)
@@ -243,7 +245,8 @@ class SessionPlan:
         self.activations.begin(self.batch, max(self.plan.micro_rows))
         context.values.drop_foreign_gradients()
         signature = digest_of(repr(self.batch.signature()))
-        kind = "step", digest_of(self.captures.version), signature
+        self._kinds.clear()
+        kind = self._kinds.kind("step", digest_of(self.captures.version), signature, self.batch.rows)
         self._kinds.restart(context, planned.captured.graph, planned.plan.decision, kind, executor)
         self._training = executor
         stages = planned.plan.decision.stages_of_rank(self.world.rank)
@@ -291,10 +294,6 @@ class SessionPlan:
         may, and the value here is the one of the last run."""
         return self.context.placement.keeps(self.world.rank, name)
 
-    def kept(self) -> set[int]:
-        """Return the identities of the tensors that an optimizer of this rank updates."""
-        return {id(tensor) for name, tensor in self.tensors.driven.items() if self.keeps(name)}
-
     def home(self, value: str) -> int:
         """Return the first stage that computes a value of the graph."""
         return self._training.home(value)
@@ -331,7 +330,7 @@ class SessionPlan:
             return None
         if mode == "predict" and self.options.loss_fn is not None:
             refuse_target(self.captures.model, batch)
-        return self._reader.read(batch, mode)
+        return self._reader.read(batch, with_target=self.options.loss_fn is not None and mode != "predict")
 
     def follow_model(self, *, training: bool) -> None:
         """Compare the model with its captures, and bring its new values and flags to what this rank holds.  training:

@@ -29,8 +29,24 @@ from autopart.passes.ops.placement import (
 )
 from autopart.passes.ops.propagation import Rule, by_letters, cast, divide
 from autopart.passes.ops.row import CREATION, POINTWISE
+from autopart.passes.ops.table import op_name
 
 _RULES: dict[str, Rule] = {**MOVE_RULES, **dict.fromkeys(("div", "true_divide"), divide)}
+_LIMITS = {
+    "clamp",
+    "clamp_min",
+    "clamp_max",
+    "clip",
+    "minimum",
+    "maximum",
+    "min",
+    "max",
+    "fmin",
+    "fmax",
+    "sign",
+    "relu",
+}
+_COUNTS = ("histc", "bincount")
 _SIZES = {"size", "shape", "repeats", "end", "start", "length", "split_size", "split_sizes", "sizes", "dims"}
 """Arguments that are sizes: if they change with the rows, so does a shape, and shapes are checked."""
 
@@ -54,6 +70,9 @@ class Analysis:
         self._values, self._other_values = graph.value_map(), other.value_map()
         self._params = graph.param_map()
         self._masks = Masks()
+        counted = [set(op.reads) for op in graph.ops if op_name(op.target) in _COUNTS]
+        other_reads = {name for op in graph.ops if op_name(op.target) not in _COUNTS for name in op.reads}
+        self._only_counted = frozenset(set().union(*counted) - other_reads)
         self._countable = of_inputs_alone(graph)
         for op in graph.ops:
             self._masks.see(op, self._values)
@@ -81,9 +100,22 @@ class Analysis:
             context = OpContext(op, other_op, *sizes, self._values, self._other_values, self._params, placements)
             found = _masked_mean(context, self._masks) or self._placements_of(number, context)
             found = [self._counted(context, placement) for placement in found]
+            if any(placement.tag == UNPROVEN for placement in found) and self._is_beyond_numbers(context):
+                found = [replace(placement, gated=True) for placement in found]
             for written, placement in zip(op.writes, found, strict=True):
                 placements[written] = self._whole(written, _settled(context, written, placement, proven))
         return placements
+
+    def _is_beyond_numbers(self, context: OpContext) -> bool:
+        """Return whether a numeric test may miss what an op does, of which no rule says that rows stay apart: a limit
+        of places and counts of rows, these as floating point numbers, and a sum that grows with the rows."""
+        unproven = [ref for ref in context.tensors() if context.placement(ref).tag == UNPROVEN]
+        if context.name == "cumsum":
+            return not unproven and "int" not in context.out.dtype
+        if context.row.family != POINTWISE or not any("int" in context.dtype(ref) for ref in unproven):
+            return False
+        limited = context.name in _LIMITS or (context.name == "remainder" and not context.differs("other"))
+        return limited or ("int" not in context.out.dtype and not self._only_counted.issuperset(context.op.writes))
 
     def _counted(self, context: OpContext, placement: RowPlacement) -> RowPlacement:
         """Check x / count: where the count of a micro-batch is 0, x has to be 0 too."""

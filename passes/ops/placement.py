@@ -32,8 +32,8 @@ class RowPlacement:
     """One element of the lattice, see the module docstring.
 
     witness: for PARTIAL with scale -1, a value whose elements add up to R*v times a constant.  zero: for REPLICATE, v
-    is 0.  gated: for UNPROVEN, v depends on a comparison of unproven values, which a test on numbers may miss.  why:
-    for COUPLED and UNPROVEN, the reason; op: the op that is the cause.
+    is 0.  gated: for UNPROVEN, v depends on a comparison of unproven values, or on another op of which a test
+    on numbers may miss the effect.  why: for COUPLED and UNPROVEN, the reason; op: the op that is the cause.
     """
 
     tag: str

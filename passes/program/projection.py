@@ -1,4 +1,4 @@
-"""Stages of a model's evaluation graph that follow the plan made for its training graph.
+"""Stages of another graph of a model (evaluation, another kind of batch) that follow the plan of its training graph.
 
 The weights are where the plan put them, so every op that reads a parameter runs where that parameter is; every other
 op runs as early as its inputs allow.
@@ -10,15 +10,17 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
+from autopart.ir.decision import stage_of_ops
 from autopart.ir.errors import PlanError
 from autopart.ir.graph import Graph, Op
 from autopart.ir.plan import Decision, Stage
 from autopart.passes.graph.atoms import atoms
 from autopart.passes.program.learning import with_forward_only
+from autopart.passes.program.routing import homes
 
 
 def project_plan(graph: Graph, trained: Graph, plan: Decision) -> tuple[Stage, ...]:
-    """Return stages for `graph` (evaluation) from `plan`, which was made for `trained`.  O(ops).
+    """Return stages for `graph` from `plan`, which was made for `trained`.  O(ops).
 
     After: every op stands in a stage, no value flows back, and every trainable or updated tensor is read only on stages
     that hold it under the plan.  Raises PlanError if that is impossible.
@@ -36,12 +38,13 @@ def project_plan(graph: Graph, trained: Graph, plan: Decision) -> tuple[Stage, .
 def _projected(graph: Graph, blocks: Graph, trained: Graph, plan: Decision) -> tuple[Stage, ...]:
     """Place blocks of ops of `graph` as a whole, as `project_plan` describes."""
     holders = _holders(trained, plan)
-    modules = _module_stages(trained, plan)
+    modules, places = _module_stages(trained, plan), _places(graph, trained, plan)
     parts: list[list[str]] = [[] for _ in plan.stages]
     stage_of: dict[str, int] = {}
     for block in blocks.ops:
         earliest = max((stage_of.get(read, 0) for read in block.reads), default=0)
-        stage = _stage(block, earliest, holders, modules)
+        wanted = next((places[name] for name in block.parts or (block.name,) if name in places), None)
+        stage = _stage(block, earliest, holders, modules.get(block.module) if wanted is None else wanted)
         for value in block.writes:
             stage_of[value] = stage
         parts[stage].extend(block.parts or (block.name,))
@@ -69,6 +72,8 @@ def _holders(trained: Graph, plan: Decision) -> dict[str, list[int]]:
         for name in dict.fromkeys(p for op in stage.ops for p in ops[op].params):
             if name in fixed:
                 holders.setdefault(name, []).append(index)
+    for name, index in homes(plan, trained).items():
+        holders.setdefault(name, []).append(index)
     read = {name for op in trained.ops for name in op.params}
     for name in trained.before:
         if name not in read or (name in holders and 0 not in holders[name]):
@@ -86,26 +91,41 @@ def _module_stages(trained: Graph, plan: Decision) -> dict[str, int]:
     return {module: count.most_common(1)[0][0] for module, count in counts.items() if module}
 
 
-def _stage(block: Op, earliest: int, holders: Mapping[str, list[int]], modules: Mapping[str, int]) -> int:
+def _places(graph: Graph, trained: Graph, plan: Decision) -> dict[str, int]:
+    """Return the stages of the ops of `graph` that use parameters as often as `trained` does: that of the same use
+    there.  So a layer that is used several times, on several stages, stays on all of them.  O(uses)."""
+    stages = stage_of_ops(plan, trained)
+    uses: dict[str, tuple[list[int], list[str]]] = {}
+    for op in trained.ops:
+        for name in op.params:
+            uses.setdefault(name, ([], []))[0].append(stages[op.name])
+    for op in graph.ops:
+        for name in op.params:
+            uses.setdefault(name, ([], []))[1].append(op.name)
+    return {
+        op: s for before, now in uses.values() if len(before) == len(now) for op, s in zip(now, before, strict=True)
+    }
+
+
+def _stage(block: Op, earliest: int, holders: Mapping[str, list[int]], wanted: int | None) -> int:
     held = [set(holders[name]) for name in block.params if name in holders]
     if not held:
         return earliest
     possible = [stage for stage in sorted(set.intersection(*held)) if stage >= earliest]
     if not possible:
         raise PlanError(
-            f"in evaluation, {block.target} needs tensors that no stage from {earliest} on holds together",
+            f"{block.target} needs tensors that no stage from {earliest} on holds together",
             where=f"module {block.module} at {block.where}",
-            why=f"it reads {', '.join(block.params)}",
-            fix="plan with cuts= that keep these on one stage",
+            why=f"the plan is for another kind of batch, and it reads {', '.join(block.params)}",
+            fix="compile with a batch of this kind as the sample, or with stages=1, which holds them all",
         )
-    wanted = modules.get(block.module, possible[0])
     return wanted if wanted in possible else possible[0]
 
 
 def check_gradients_stay(graph: Graph, stages: tuple[Stage, ...], trained: Graph, plan: Decision) -> None:
     """Raise PlanError if a training step of `graph` would leave a parameter wrong under a plan for `trained`.
 
-    That is a parameter that no rank holds, or one that several hold and that only some of them would sum.  O(ops).
+    That is one used on a stage that does not hold it under the plan.  O(ops).
     """
     planned = _holders(trained, plan)
     ops = graph.op_map()
@@ -117,11 +137,11 @@ def check_gradients_stay(graph: Graph, stages: tuple[Stage, ...], trained: Graph
         if not param.trainable or param.name not in users:
             continue
         held = planned.get(param.name, [])
-        if not held or (len(held) > 1 and users[param.name] != held):
+        if not set(users[param.name]) <= set(held):
             raise PlanError(
                 f"batches of this kind train parameter {param.name} elsewhere than the plan holds it",
                 why="no rank holds it"
                 if not held
                 else f"stages {held} hold it, and stages {users[param.name]} use it here",
-                fix="compile with a sample that uses all parameters, or a second pipe for these batches",
+                fix="compile with a batch of this kind as the sample",
             )

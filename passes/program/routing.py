@@ -5,8 +5,9 @@ It works on the captured graph, so that a plan file can be routed without coarse
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 from autopart.ir.actions import begins_step
 from autopart.ir.decision import Decision, stage_of_ops
@@ -19,14 +20,21 @@ from autopart.passes.program.linearize import linear_order
 from autopart.passes.program.orders import Shape
 from autopart.passes.program.schedules import find, worker_orders
 
+NOWHERE: Mapping[str, Collection[int]] = MappingProxyType({})
 Tied = tuple[tuple[str, tuple[int, ...]], ...]
 """(parameter, stages that use it) of parameters that several stages use."""
 
 
-def route(decision: Decision, graph: Graph, prologue: Collection[str] = (), sharing: Collection[int] = ()) -> Program:
+def route(
+    decision: Decision,
+    graph: Graph,
+    prologue: Collection[str] = (),
+    sharing: Collection[int] = (),
+    held: Mapping[str, Collection[int]] = NOWHERE,
+) -> Program:
     """Return the program of one step.  prologue: as for `edges`.  sharing: stages whose replicas shared the optimizer
     state when the plan was made: they gather new values also where all of it is frozen now, which one of them may have
-    changed before.
+    changed before.  held: as for `tied`.
 
     Before: `plan.check_decision(decision, graph)` holds.  After: the computes of each worker stand in the order of the
     schedule, each as early as it can (`linear_order`); a message stands right behind the compute that makes it, those
@@ -41,7 +49,7 @@ def route(decision: Decision, graph: Graph, prologue: Collection[str] = (), shar
         tuple(stage.ranks for stage in decision.stages),
         (),
         edges(decision, graph, prologue),
-        tied(decision, graph),
+        tied(decision, graph, held),
         shape.slices,
         divisions if any(each != division(each.count) for each in divisions) else (),
         owners=tuple(sorted({*owner_stages(decision, graph), *sharing})),
@@ -53,6 +61,36 @@ def route(decision: Decision, graph: Graph, prologue: Collection[str] = (), shar
     once = tuple(bare.once_a_step())
     begin = [action for action in once if begins_step(action.kind)]
     return replace(bare, order=(*begin, *order, *once[len(begin) :]))
+
+
+def homes(decision: Decision, graph: Graph) -> dict[str, int]:
+    """Return the stage that holds each trainable parameter that no op uses, so that a batch of another kind can train
+    it: the stage of its neighbours in the model.  O(uses + parameters).
+
+    Of the used parameters before and behind it, the one whose path has more in common with its own counts; of two that
+    have as much, the one on the later stage."""
+    ops = graph.op_map()
+    users: dict[str, list[int]] = {}
+    for s, stage in enumerate(decision.stages):
+        for name in dict.fromkeys(name for op in stage.ops for name in ops[op].params):
+            users.setdefault(name, []).append(s)
+    names = [param.name for param in graph.params if param.kind == "param"]
+    unused = {param.name for param in graph.params if param.trainable} - users.keys()
+    found: dict[str, tuple[int, int]] = dict.fromkeys((name for name in names if name in unused), (0, 0))
+    for order, side in ((names, -1), (names[::-1], 0)) if unused else ():
+        near = ""
+        for name in order:
+            if name in users:
+                near = name
+            elif name in unused and near:
+                found[name] = max(found[name], (_alike(name, near), users[near][side]))
+    return {name: stage for name, (_, stage) in found.items()}
+
+
+def _alike(path: str, other: str) -> int:
+    """Return how many parts two paths have in common from the start."""
+    pairs = enumerate(zip(path.split("."), other.split("."), strict=False))
+    return next((place for place, (a, b) in pairs if a != b), 0)
 
 
 def owner_stages(decision: Decision, graph: Graph) -> tuple[int, ...]:
@@ -133,14 +171,17 @@ def divided_values(
     return frozenset(crossing), frozenset(drawn)
 
 
-def tied(decision: Decision, graph: Graph) -> Tied:
-    """Return the trainable parameters that several stages use, in the order of `graph.params`.  O(uses)."""
+def tied(decision: Decision, graph: Graph, held: Mapping[str, Collection[int]] = NOWHERE) -> Tied:
+    """Return the trainable parameters that several stages use, in the order of `graph.params`.  O(uses).
+
+    held: stages that have a copy under the plan, by parameter; all of them need the sum, though this graph may use
+    fewer."""
     ops = graph.op_map()
     users: dict[str, set[int]] = {}
     for s, stage in enumerate(decision.stages):
         for name in stage.ops:
             for param in ops[name].params:
-                users.setdefault(param, set()).add(s)
+                users.setdefault(param, set(held.get(param, ()))).add(s)
     return tuple(
         (p.name, tuple(sorted(users[p.name]))) for p in graph.params if p.trainable and len(users.get(p.name, ())) > 1
     )

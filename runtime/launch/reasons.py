@@ -14,6 +14,7 @@ from autopart.runtime.launch.worker import Failure
 from autopart.runtime.watch.states import state_of_rank
 
 UNGUARDED = 86  # exit code of a worker that reached `launch` while it still imported the main script
+STARTING = "starting"  # what ranks do that import the main script
 GUARD = 'put the call behind  if __name__ == "__main__":  and the functions it runs at the top level of the file'
 
 
@@ -31,6 +32,11 @@ class Death:
     def alone(self) -> bool:
         """Whether it was killed, stopped or crashed, rather than ended because a peer had."""
         return self.stopped or (self.exitcode is not None and self.exitcode < 0 and self.exitcode != -signal.SIGABRT)
+
+    @property
+    def left(self) -> bool:
+        """Whether it ended by itself, with an exit code."""
+        return self.exitcode is not None and self.exitcode >= 0
 
     @property
     def priority(self) -> int:
@@ -80,13 +86,13 @@ def _died(name: str, did: str, exitcode: int | None, doing: str) -> AutopartErro
             fix=GUARD,
         )
     how = _ended(exitcode)
-    if doing == "starting":
-        why = "it could not import the main script; its own message is above"
-        return WorkerError(f"{name} did not start: {how}", why=why if exitcode == 1 else "", fix=GUARD)
     fix = {
         -signal.SIGKILL: "unless someone killed it, memory ran out (see dmesg): take more stages or micro-batches",
         -signal.SIGSEGV: "it crashed in native code: set PYTHONFAULTHANDLER=1 to see where",
     }.get(exitcode or 0, "")
+    if doing == STARTING:
+        why = "it could not import the main script; its own message is above" if exitcode == 1 else ""
+        return WorkerError(f"{name} did not start: {how}", why=why, fix=fix if (exitcode or 0) < 0 else GUARD)
     return WorkerError(f"{name} died: {how}", where=did, fix=fix)
 
 

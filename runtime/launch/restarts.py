@@ -140,7 +140,7 @@ class _Generations:
         """Return the seconds to wait before the ranks are started again after an error; raise it if they are not."""
         if fleet is not None and living is not None and not self._stop.asked and self._lose(error, fleet, living):
             return PAUSE_S
-        died = fleet is not None and isinstance(fleet.cause, Death)
+        died = fleet is not None and isinstance(fleet.cause, Death) and fleet.cause.rank in fleet.lost
         again = not died and any(_same(error, before) for before in self._failures[-1:])
         self._failures.append(error)
         pause = min(LONGEST_PAUSE_S, PAUSE_S * 2.0 ** min(self._soon, 20))

@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 from autopart.ir.errors import UsageError
 from autopart.launcher import RESTART_VARIABLE, Living
 from autopart.runtime.activity import KEEPING, NOTHING, PATIENT, READY_TO_KEEP, SharedStatus
-from autopart.runtime.launch.reasons import GUARD, UNGUARDED, Death, error_for, first_cause, is_explained
+from autopart.runtime.launch.reasons import GUARD, STARTING, UNGUARDED, Death, error_for, first_cause, is_explained
 from autopart.runtime.launch.starting import RankProcess, Starter, device_env, local_env, spawned
 from autopart.runtime.launch.worker import PARENT_VARIABLE, READY, Failure, Success
 from autopart.runtime.watch.launcher import STOPPED_S
@@ -60,13 +60,11 @@ class Fleet:
         grace_s: float = 0.0, living: Living | None = None, join_at: float = math.inf,
         env: Mapping[str, str] = MappingProxyType({}), start: Starter = spawned,
     ) -> None:  # fmt: skip
-        """Start the processes and wait until all are up.  deadline: in time.monotonic() seconds.
+        """Start the processes; `run` waits until all are up.  deadline: in time.monotonic() seconds.
         generation: how often the ranks were restarted before.  stop: signals to this process, which are passed on to
         the ranks.  grace_s: seconds that they then have to end after SIGTERM.  living: the devices of the ranks, under
         an elastic launch.  join_at: when the ranks are asked to stop so that others can join, in time.monotonic()
         seconds.  env: more variables of the ranks.  start: starts a process.
-
-        Raises UsageError if the main script lacks its guard, WorkerError if a process does not come up.
         """
         self._statuses: list[SharedStatus] = []
         self.members: list[Member] = []
@@ -74,8 +72,10 @@ class Fleet:
         self._stop, self._grace_s = stop, grace_s
         self._killed_at = math.inf  # end of the grace after SIGTERM, whatever the ranks do
         self._living, self._join_at = living, join_at
+        self._up = False
         self.lost: tuple[int, ...] = ()
-        """The ranks whose processes died by themselves or are stopped, if it failed."""
+        """The ranks whose processes died by themselves or are stopped, if it failed.  Not those that ended by an exit
+        code while they imported the script, which all of them would do."""
         self.cause: Failure | Death | None = None
         """Why it failed, if it did."""
         atexit.register(self.kill)
@@ -85,9 +85,6 @@ class Fleet:
                 started = start(rank, own | local_env(rank, world) | device_env(rank, living))
                 self._statuses.append(started.status)
                 self.members.append(Member(rank, started.process, started.conn))
-            ups = self._collect(deadline)
-            if any(ups.get(rank) != READY for rank in range(world)):
-                self._fail(ups, "starting")
         except BaseException:
             self.kill()
             raise
@@ -104,8 +101,15 @@ class Fleet:
         return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
     def run(self, call: bytes, name: str, deadline: float | None) -> list[Any]:
-        """Run a pickled call on every rank and return the results by rank; raise after killing the processes."""
+        """Run a pickled call on every rank and return the results by rank; raise after killing the processes.
+
+        Raises UsageError if the main script lacks its guard, WorkerError if a process does not come up."""
         try:
+            if not self._up:
+                ups = self._collect(deadline)
+                if any(ups.get(member.rank) != READY for member in self.members):
+                    self._fail(ups, STARTING)
+                self._up = True
             answers = self.answers(call, name, deadline)
             good = [answer for _, answer in sorted(answers.items()) if isinstance(answer, Success)]
             if len(good) < len(self.members):
@@ -175,7 +179,9 @@ class Fleet:
         """End all processes and raise the first cause, or name the ranks that did not answer."""
         cause = self.cause = first_cause(answers.values())
         deaths = [each for each in answers.values() if isinstance(each, Death)]
-        self.lost = tuple(death.rank for death in deaths if death is cause or death.alone)
+        self.lost = tuple(
+            death.rank for death in deaths if death.alone or (death is cause and not (doing == STARTING and death.left))
+        )
         self.kill()
         if cause is not None:
             raise error_for(cause, self._statuses[cause.rank], doing)

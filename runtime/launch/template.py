@@ -99,7 +99,10 @@ class Template:
         """Start the process, with changes of the environment; it imports while the launcher goes on."""
         self._socket, theirs = socket.socketpair()
         tied = threading.current_thread() is threading.main_thread()
-        code = f"from autopart.runtime.launch.template import main; main({theirs.fileno()}, {os.getpid()}, {tied})"
+        code = (
+            "import sys; sys.path[:] = filter(None, sys.path); "  # '' is the working folder, which -c puts there
+            f"from autopart.runtime.launch.template import main; main({theirs.fileno()}, {os.getpid()}, {tied})"
+        )
         own = {**os.environ, **env, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
         with theirs:
             self._process = subprocess.Popen(

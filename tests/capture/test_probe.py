@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 from autopart.capture import Captured, capture
 from autopart.capture.batch.batch import Batch, flatten
-from autopart.capture.derive.probe import prove_rows, resampled, run
+from autopart.capture.derive.probe import prove_rows, run
+from autopart.capture.derive.trial_data import resampled
 from autopart.ir.size import Size
 
 Loss = Callable[..., torch.Tensor]

@@ -74,7 +74,7 @@ def soak(folder: Path, kills: int) -> None:
         last = found
     saving(folder, last + 1, 1)
     left = sorted(path.name for path in folder.iterdir())
-    assert len(left) == 4 and left[:2] == [".lock", "latest"], left  # and the two that are kept
+    assert len(left) == 5 and left[:3] == [".lock", ".order", "latest"], left  # and the two that are kept
     print("last", last)
 
 

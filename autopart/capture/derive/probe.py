@@ -2,24 +2,28 @@
 
 The captured program runs on `large` rows and, on the same data, on `small` rows at several offsets.  A value passes if
 every slice matches and, if gradients flow through it, the gradients of a random function of it add up over the pieces.
-This is done on the user's rows and on random data like them; values of few elements, which agree by chance, are tried
-more often.
+This is done on the user's rows and weights, and on random data like them with random weights of their own, in which no
+gate is closed; values of few elements, which agree by chance, are tried more often.  In later turns masks of rows are
+turned over in places, so that rare conditions occur, and numbers are large, so that thresholds are crossed.
 
-Assumes that a value that depends on other rows does so for this data too: ops that couple rows rarely (an expert that
-overflows) can pass.  Dropout is off, other random numbers are 0.5, and batch norm uses its running statistics.
+Never asked about values behind a comparison or a limit of places and counts of rows (an expert that overflows), which
+numbers cannot settle (`passes.loss.analysis`).  Assumes that an op of your own, of which nothing is known, does not
+couple rows for rare numbers alone.  Dropout is off, other random numbers are 0.5, and batch norm uses its running
+statistics.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterable, Set
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
 from autopart.capture.batch.batch import Batch
+from autopart.capture.derive.trial_data import SIZES, Weights, data_of_turn, rows_of, weights_of_turn
+from autopart.passes.ops.row import POINTWISE
 from autopart.passes.ops.table import row_of
 from autopart.rng import keyed
 
@@ -35,6 +39,8 @@ _LEAST_SHOWN = 2
 """Random batches with distinct rows in which a value has to match."""
 _MOST_TRIALS = 24
 """Runs spent on finding the values whose gradients do not add up."""
+_GRADIENT_TURNS = 3
+"""The first turns, in which gradients are compared too; the last of them turns masks over."""
 
 
 def prove_rows(small: Captured, large: Captured, names: Iterable[str], batch: Batch) -> frozenset[str]:
@@ -51,9 +57,9 @@ def prove_rows(small: Captured, large: Captured, names: Iterable[str], batch: Ba
         return frozenset(constants)
     seen = dict.fromkeys(values, 0)  # value: random batches that tell something about it
     for turn in range(_MOST_TURNS):
-        if not seen or min(seen.values()) >= _enough(seen, large):
+        if not seen or (turn > len(SIZES) and min(seen.values()) >= _enough(seen, large)):
             break
-        found = _Trial(small, large, data_of_turn(large, batch, turn)).passing(list(seen), gradients=turn < 2)
+        found = _Trial(small, large, batch, turn).passing(list(seen), gradients=turn < _GRADIENT_TURNS)
         if not found and turn == 0:
             return frozenset(constants)
         for name, verdict in found.items():
@@ -71,54 +77,13 @@ def _enough(names: Iterable[str], large: Captured) -> int:
     return max(_LEAST_SHOWN, min(_MOST_TURNS - 2, 1024 // max(1, fewest)))
 
 
-def data_of_turn(captured: Captured, batch: Batch, turn: int) -> Batch:
-    """Return as many rows as a program was captured for, on its device: at turn 0 the user's, then random ones."""
-    rows = captured.graph.rows
-    asked_about = captured.questions.inputs if captured.questions is not None else frozenset[int]()
-    data = batch.with_rows(rows) if turn == 0 else resampled(batch, rows, turn, asked_about)
-    return data.to(next((tensor.device for tensor in captured.tensors.values()), torch.device("cpu")))
-
-
-def rows_of(batch: Batch, place: int, rows: int) -> list[torch.Tensor]:
-    """Return copies of `rows` rows from `place` on; tensors without rows whole."""
-    return [t.narrow(0, place, rows).clone() if split else t for t, split in batch.tensors_and_splits()]
-
-
-def resampled(batch: Batch, rows: int, seed: int, in_whole_rows: Set[int] = frozenset()) -> Batch:
-    """Return random data like a batch's.
-
-    Floats get noise within the tensor's range; integers, and floats that are all 0 or 1, are drawn from the tensor.
-    Masks (tensors of two values) and the tensors `in_whole_rows`, by index, keep their rows whole: a random mask would
-    hide everything, and the program only fits the answers to what the model's Python asks.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    places = itertools.count()
-
-    def change(leaf: torch.Tensor, split: bool) -> torch.Tensor:
-        place = next(places)
-        if not split:
-            return leaf
-        picked = leaf[torch.randint(len(leaf), (rows,), generator=generator).to(leaf.device)]
-        if place in in_whole_rows:
-            return picked
-        constant = bool(leaf.amin() == leaf.amax())
-        if leaf.is_floating_point() and (constant or not bool(((leaf == 0) | (leaf == 1)).all())):
-            noise = torch.randn(picked.shape, generator=generator).to(picked)
-            noisy = picked + 0.2 * noise * leaf.abs().mean()
-            return noisy if constant else noisy.clamp(leaf.amin(), leaf.amax())
-        if leaf.dim() > 1 and bool(((leaf == leaf.amin()) | (leaf == leaf.amax())).all()):
-            return picked
-        pool = leaf.reshape(-1)
-        return pool[torch.randint(len(pool), picked.shape, generator=generator).to(leaf.device)]
-
-    return batch.changed(change, rows)
-
-
 class _Trial:
     """Both programs on one batch of `large` rows."""
 
-    def __init__(self, small: Captured, large: Captured, batch: Batch) -> None:
-        self._small, self._large, self._batch = small, large, batch
+    def __init__(self, small: Captured, large: Captured, batch: Batch, turn: int) -> None:
+        self._small, self._large, self._batch = small, large, data_of_turn(large, batch, turn)
+        self._weights = weights_of_turn(large, turn)
+        self._turned = _Turned(small, large, turn) if turn > 1 else None
         self._values = large.graph.value_map()
         rows, self._piece = large.graph.rows, small.graph.rows
         self._places = [*range(0, rows - self._piece, self._piece), rows - self._piece]
@@ -142,16 +107,22 @@ class _Trial:
     def _matching(self, names: list[str]) -> dict[str, bool | None]:
         found: dict[str, bool | None] = {}
         with torch.no_grad():
-            whole = run(self._large, rows_of(self._batch, 0, self._large.graph.rows), set(names))
+            whole = self._run(self._large, 0, set(names))
             for name in names:
                 found[name] = self._distinct(name, whole[name]) if name in whole else False
             for place in self._places:
-                piece = run(self._small, rows_of(self._batch, place, self._piece), set(names))
+                piece = self._run(self._small, place, set(names))
                 for name in names:
                     told = found[name] is not False and name in piece
                     if not told or not _close(self._slice(name, whole[name], place), piece[name]):
                         found[name] = None if name in whole and bool(whole[name].isnan().any()) else False
         return found
+
+    def _run(self, captured: Captured, place: int, keep: set[str]) -> Tensors:
+        if self._turned is not None:
+            self._turned.place = place
+        inputs = rows_of(self._batch, place, captured.graph.rows)
+        return run(captured, inputs, keep, self._weights, self._turned)
 
     def _distinct(self, name: str, value: torch.Tensor) -> bool | None:
         """Return True if no two rows are equal, else None: an exchange of equal rows would not show."""
@@ -173,9 +144,8 @@ class _Trial:
         return [] if middle == 0 else self._adding_up(names[:middle]) + self._adding_up(names[middle:])
 
     def _gradients_agree(self, names: list[str]) -> bool:
-        rows = self._large.graph.rows
         factors = self._factors(names)
-        whole = self._gradients(self._large, rows_of(self._batch, 0, rows), factors)
+        whole = self._gradients(self._large, 0, factors)
         total = [torch.zeros_like(g) for g in whole]
         done = 0
         for place in self._places:
@@ -183,7 +153,7 @@ class _Trial:
             for name, factor in part.items():  # rows that an earlier piece has counted
                 axis, block = self._axis_and_block(name)
                 factor.narrow(axis, 0, (done - place) * block).zero_()
-            pieces = self._gradients(self._small, rows_of(self._batch, place, self._piece), part)
+            pieces = self._gradients(self._small, place, part)
             total = [t + g for t, g in zip(total, pieces, strict=True)]
             done = place + self._piece
         return all(near(t, g, whole) for t, g in zip(total, whole, strict=True))
@@ -197,12 +167,12 @@ class _Trial:
             made[name] = factor.to(getattr(torch, value.dtype))
         return made
 
-    def _gradients(self, captured: Captured, inputs: list[torch.Tensor], factors: Tensors) -> list[torch.Tensor]:
+    def _gradients(self, captured: Captured, place: int, factors: Tensors) -> list[torch.Tensor]:
         names = [name for name, tensor in self._large.tensors.items() if tensor.requires_grad]
         with torch.enable_grad():
-            found = run(captured, inputs, set(factors))
+            found = self._run(captured, place, set(factors))
         seeds = [factors[name].to(found[name].device) for name in factors]
-        return gradients(captured, names, [found[name] for name in factors], seeds)
+        return gradients(captured, names, [found[name] for name in factors], seeds, self._weights)
 
     def _slice(self, name: str, value: torch.Tensor, place: int) -> torch.Tensor:
         axis, block = self._axis_and_block(name)
@@ -225,27 +195,60 @@ def _rows_axis(name: str, small: Captured, large: Captured) -> int | None:
     return axis if proportional else None
 
 
-def run(captured: Captured, inputs: list[torch.Tensor], keep: set[str]) -> Tensors:
+class _Turned:
+    """Turns the results of comparisons over in three of ten places, alike in the whole batch and in its pieces, if they
+    have one axis of rows.  place: of the piece that runs."""
+
+    def __init__(self, small: Captured, large: Captured, turn: int) -> None:
+        self._both, self._turn, self.place = (small, large), turn, 0
+        self._drawn: Tensors = {}
+
+    def __call__(self, captured: Captured, name: str, result: torch.Tensor) -> torch.Tensor:
+        small, large = self._both
+        axis = _rows_axis(name, small, large)
+        if axis is None:
+            return result
+        if name not in self._drawn:
+            shape = large.graph.value_map()[name].shape
+            generator = torch.Generator().manual_seed(self._turn + 1000 * len(self._drawn))
+            self._drawn[name] = torch.rand(shape, generator=generator) < 0.3
+        block = result.shape[axis] // captured.graph.rows
+        turned = self._drawn[name].narrow(axis, self.place * block, result.shape[axis])
+        return result ^ turned.to(result.device)
+
+
+def run(
+    captured: Captured,
+    inputs: list[torch.Tensor],
+    keep: set[str],
+    weights: Weights | None = None,
+    turned: _Turned | None = None,
+) -> Tensors:
     """Run a captured program without randomness; return the values in `keep` that do not depend on random numbers."""
     queue = iter(inputs)
     params = captured.names.params
     places = captured.module.graph.find_nodes(op="placeholder")
-    program = _WithoutRandomness(captured, keep)
-    program.run(*(_own(captured, params[place.name]) if place.name in params else next(queue) for place in places))
+    program = _WithoutRandomness(captured, keep, turned)
+    given = weights or {}
+    program.run(
+        *(_own(captured, params[place.name], given) if place.name in params else next(queue) for place in places)
+    )
     return program.kept
 
 
-def _own(captured: Captured, name: str) -> torch.Tensor:
-    """Return a parameter itself, and a copy of a buffer, since some ops write to it."""
+def _own(captured: Captured, name: str, given: Weights) -> torch.Tensor:
+    """Return a parameter itself, and a copy of a buffer, since some ops write to it; or what is given for it."""
     tensor = captured.names.tensors[name]
+    tensor = given.get(id(tensor), tensor)
     return tensor if captured.names.kinds[name] == "param" else tensor.detach().clone()
 
 
 class _WithoutRandomness(fx.Interpreter):
     """Runs a captured program; keeps wanted values that do not depend on random numbers."""
 
-    def __init__(self, captured: Captured, keep: set[str]) -> None:
+    def __init__(self, captured: Captured, keep: set[str], turned: _Turned | None) -> None:
         super().__init__(captured.module)
+        self._captured, self._turned = captured, turned
         self.kept: Tensors = {}
         self._names, self._keep = captured.names, keep
         self._unknown: set[fx.Node] = set()
@@ -256,6 +259,9 @@ class _WithoutRandomness(fx.Interpreter):
         else:
             result, told = super().run_node(n), True
         name = self._names.value(n)
+        compared = isinstance(result, torch.Tensor) and result.dtype == torch.bool and n.op == "call_function"
+        if self._turned is not None and compared and row_of(str(n.target)).family == POINTWISE:
+            result = self._turned(self._captured, name, result)
         if not told or not self._unknown.isdisjoint(n.all_input_nodes):
             self._unknown.add(n)
         elif name in self._keep and isinstance(result, torch.Tensor):
@@ -280,15 +286,20 @@ def _call(target: Any, args: Any, kwargs: Any) -> tuple[Any, bool]:
 
 
 def gradients(
-    captured: Captured, names: Iterable[str], outputs: Iterable[torch.Tensor], seeds: Iterable[torch.Tensor]
+    captured: Captured,
+    names: Iterable[str],
+    outputs: Iterable[torch.Tensor],
+    seeds: Iterable[torch.Tensor],
+    weights: Weights | None = None,
 ) -> list[torch.Tensor]:
     """Return the gradients of these parameters for gradients of outputs, which keep their graph."""
-    tensors = [captured.tensors[name] for name in names]
+    own, given = [captured.tensors[name] for name in names], weights or {}
+    tensors = [given.get(id(tensor), tensor) for tensor in own]
     pairs = [(output, seed) for output, seed in zip(outputs, seeds, strict=True) if output.requires_grad]
     if not pairs or not tensors:
         return [torch.zeros_like(tensor) for tensor in tensors]
-    reached, given = zip(*pairs, strict=True)
-    found = torch.autograd.grad(reached, tensors, given, allow_unused=True, retain_graph=True)
+    reached, flowing = zip(*pairs, strict=True)
+    found = torch.autograd.grad(reached, tensors, flowing, allow_unused=True, retain_graph=True)
     return [torch.zeros_like(t) if g is None else g for t, g in zip(tensors, found, strict=True)]
 
 

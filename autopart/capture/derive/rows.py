@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopart.ir.errors import RefusedError
+from autopart.ir.errors import OtherProgramError
 from autopart.ir.graph import Graph, Value
 
 
 def mark_rows(graph: Graph, other: Graph) -> Graph:
     """Return `graph` with `Value.rows_axis` set, by comparison with a capture at another number of rows.  O(values).
 
-    A value whose two shapes differ in several axes (every row against every row) keeps None.  Raises RefusedError if
-    the two captures are different programs.
+    A value whose two shapes differ in several axes (every row against every row) keeps None.  Raises
+    OtherProgramError if the two captures are different programs.
     """
     require_same_program(graph, other)
     shapes = other.value_map()
@@ -25,7 +25,7 @@ def mark_rows(graph: Graph, other: Graph) -> Graph:
 
 
 def require_same_program(graph: Graph, other: Graph) -> None:
-    """Raise RefusedError if two captures of one model are not the same program at two sizes."""
+    """Raise OtherProgramError if two captures of one model are not the same program at two sizes."""
     mine, theirs = graph.ops, other.ops
     if graph.structure_digest() == other.structure_digest():
         shapes = other.value_map()  # squeeze() drops an axis at one size only
@@ -36,7 +36,7 @@ def require_same_program(graph: Graph, other: Graph) -> None:
     else:
         place = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a.target != b.target), None)
     op = mine[place] if place is not None and place < len(mine) else None
-    raise RefusedError(
+    raise OtherProgramError(
         f"the model runs different operations on {graph.rows} and on {other.rows} rows",
         where=f"{op.target} in module {op.module} at {op.where}" if op else f"{len(mine)} and {len(theirs)} ops",
         why="one plan has to fit micro-batches of both sizes",

@@ -1,7 +1,8 @@
 """A numeric test of the user's statement about an opaque loss: how the losses of parts combine to the whole loss.
 
 The captured program runs on all rows and on disjoint parts of them; losses and gradients of the parts, weighted as
-stated, must equal those of the whole.  Tried on the user's rows and on random rows drawn from them.  Gradients are
+stated, must equal those of the whole.  Tried on the user's rows and weights, then on random rows drawn from them with
+random weights, in which no gate is closed.  Gradients are
 compared for an incoming gradient of 1 and of 0.  The second reveals a backward that does not scale the incoming
 gradient (RWKV's L2Wrap), however small its part is.
 
@@ -17,7 +18,8 @@ import torch
 
 from autopart.capture.batch.batch import Batch
 from autopart.capture.capture import Captured
-from autopart.capture.derive.probe import TOLERANCE, data_of_turn, gradients, near, rows_of, run
+from autopart.capture.derive.probe import TOLERANCE, gradients, near, run
+from autopart.capture.derive.trial_data import Weights, data_of_turn, rows_of, weights_of_turn
 from autopart.ir.graph import LossReduction
 
 _TURNS = 4
@@ -35,7 +37,7 @@ def refuted(small: Captured, large: Captured, reduction: LossReduction, batch: B
     for turn in range(_TURNS):
         data = data_of_turn(large, batch, turn)
         try:
-            why = _difference(small, large, reduction, data)
+            why = _difference(small, large, reduction, data, weights_of_turn(large, turn))
         except (RuntimeError, IndexError) as error:  # random numbers may be out of the range that an op takes
             why = None if turn else f"it cannot be tried: {(str(error) or type(error).__name__).splitlines()[0]}"
         if why:
@@ -44,14 +46,17 @@ def refuted(small: Captured, large: Captured, reduction: LossReduction, batch: B
     return "" if told >= _LEAST_TOLD else "it cannot be tried: on rows like these the loss is no finite number"
 
 
-def _difference(small: Captured, large: Captured, reduction: LossReduction, batch: Batch) -> str | None:
+def _difference(
+    small: Captured, large: Captured, reduction: LossReduction, batch: Batch, weights: Weights
+) -> str | None:
     """Return what differs between the whole and its parts; "" if nothing, None if this data does not tell."""
     rows, part = large.graph.rows, small.graph.rows
 
     def ran(captured: Captured, place: int) -> tuple[torch.Tensor, float]:
         size = captured.graph.rows
         with torch.enable_grad():
-            found = run(captured, rows_of(batch, place, size), {captured.graph.outputs[0], *reduction.counted()})
+            asked = {captured.graph.outputs[0], *reduction.counted()}
+            found = run(captured, rows_of(batch, place, size), asked, weights)
         return found[captured.graph.outputs[0]], _weight(reduction, found, size)
 
     try:
@@ -69,19 +74,23 @@ def _difference(small: Captured, large: Captured, reduction: LossReduction, batc
     size = max(float(loss.detach().double().abs()), float(sums.abs().sum()))
     if not float((sums.sum() - loss.detach().double()).abs()) <= 4 * TOLERANCE.get(loss.dtype, 3e-2) * size:
         return f"the loss of {rows} rows is {loss.item():.6g}, its parts of {part} rows make {sums.sum():.6g}"
-    return _gradient_difference(small, large, (loss, [piece for piece, _ in known]), shares)
+    return _gradient_difference(small, large, (loss, [piece for piece, _ in known]), shares, weights)
 
 
 def _gradient_difference(
-    small: Captured, large: Captured, losses: tuple[torch.Tensor, Sequence[torch.Tensor]], shares: Sequence[float]
+    small: Captured,
+    large: Captured,
+    losses: tuple[torch.Tensor, Sequence[torch.Tensor]],
+    shares: Sequence[float],
+    weights: Weights,
 ) -> str:
     loss, pieces = losses
     names = [name for name, tensor in large.tensors.items() if tensor.requires_grad]
     for seed in (0.0, 1.0):
-        whole = _gradients(large, names, loss, seed)
+        whole = _gradients(large, names, loss, seed, weights)
         total = [torch.zeros_like(g) for g in whole]
         for piece, share in zip(pieces, shares, strict=True):
-            total = [t + g for t, g in zip(total, _gradients(small, names, piece, seed * share), strict=True)]
+            total = [t + g for t, g in zip(total, _gradients(small, names, piece, seed * share, weights), strict=True)]
         for name, found, expected in zip(names, total, whole, strict=True):
             if seed == 0 and not (found.any() or expected.any()):
                 continue
@@ -91,8 +100,10 @@ def _gradient_difference(
     return ""
 
 
-def _gradients(captured: Captured, names: Sequence[str], loss: torch.Tensor, seed: float) -> list[torch.Tensor]:
-    return [g.nan_to_num() for g in gradients(captured, names, [loss], [torch.full_like(loss, seed)])]
+def _gradients(
+    captured: Captured, names: Sequence[str], loss: torch.Tensor, seed: float, weights: Weights
+) -> list[torch.Tensor]:
+    return [g.nan_to_num() for g in gradients(captured, names, [loss], [torch.full_like(loss, seed)], weights)]
 
 
 def _weight(reduction: LossReduction, found: dict[str, torch.Tensor], rows: int) -> float:

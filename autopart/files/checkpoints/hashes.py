@@ -7,6 +7,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from autopart.files.reading import open_regular
+
 AGAIN = "use another checkpoint, or copy this one again from where it is whole"
 """What to do about a file that was changed or is missing."""
 
@@ -21,7 +23,7 @@ class Written:
 
 def hashed(path: Path) -> Written:
     """Return the size and the hash of a file.  Raises OSError."""
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return Written(os.fstat(file.fileno()).st_size, digest)
 

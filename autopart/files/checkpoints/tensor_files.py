@@ -9,7 +9,6 @@ A folder may hold several, with the index that Hugging Face's loaders read.
 from __future__ import annotations
 
 import hashlib
-import io
 import itertools
 import json
 import os
@@ -18,7 +17,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from io import BufferedWriter
+from io import BufferedReader, BufferedWriter
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 
 from autopart.files.checkpoints.hashes import AGAIN, Written, plain_name
 from autopart.files.json_text import parse_json
-from autopart.files.reading import named, read_text, unreadable
+from autopart.files.reading import named, open_regular, read_text, unreadable
 from autopart.ir.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -121,7 +120,7 @@ class StoredTensor:
         flat = target.detach().reshape(-1)
         step = flat.numel() if self.dtype == target.dtype else _PIECE // self.dtype.itemsize
         try:
-            with open(self.file, "rb", buffering=0) as file:
+            with open_regular(self.file) as file:
                 file.seek(self.offset)
                 for first in range(0, flat.numel(), step or 1):
                     part = flat[first : first + step]
@@ -133,7 +132,7 @@ class StoredTensor:
             raise _unreadable(self.file, error) from error
 
 
-def _fill(file: io.RawIOBase, memory: memoryview) -> None:
+def _fill(file: BufferedReader, memory: memoryview) -> None:
     done = 0
     while done < len(memory):
         count = file.readinto(memory[done:])
@@ -228,15 +227,16 @@ def read_index(path: Path) -> dict[str, str]:
 def _opened(path: Path, framework: str = "np") -> Iterator[Any]:
     """Open a file, whose header the library checks against its size.  framework: "pt" to map all of it for torch."""
     try:
+        open_regular(path).close()  # the library would wait for a pipe, and let no thread run meanwhile
         with safe_open(path, framework=framework) as file:
             yield file
-    except (SafetensorError, OSError, RuntimeError) as error:
+    except (SafetensorError, OSError, RuntimeError, MemoryError) as error:
         raise _unreadable(path, error) from error
 
 
 def _offsets(path: Path) -> dict[str, int]:
     """Return where the bytes of each tensor begin in a file whose header is right."""
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         size = int.from_bytes(file.read(8), "little")
         head = json.loads(file.read(size))
     return {name: 8 + size + each["data_offsets"][0] for name, each in head.items() if name != "__metadata__"}

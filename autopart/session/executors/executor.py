@@ -81,7 +81,7 @@ class Executor:
     """Runs batches of one kind along the stages of a plan.  Every method that runs something is collective.
 
     planned: the capture that the decision is for.  stand_in: an empty batch, for ranks that are given none.  shares: of
-    the last batch in its loss.
+    the last batch in its loss.  fitting: the rows that parts of a batch may have, None for any (`micro_rows`).
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Executor:
         self._tensors = context.tensors
         self.planned = planned
         self._graph = planned.graph
-        self._decision = decision
+        self.decision = decision
         self._train = mode == "step"
         self._rank = rank = context.world.rank
         self._stages = {stage: decision.stages[stage] for stage in decision.stages_of_rank(rank)}
@@ -119,6 +119,7 @@ class Executor:
         self._ends = StepEnds(self._world)
         self.computed_ns: tuple[float, ...] = ()
         self.stand_in: Batch | None = None
+        self.fitting: range | None = None
 
     @property
     def _rule(self) -> BatchRule:
@@ -163,7 +164,7 @@ class Executor:
 
     def _collect(self, name: str, outputs: Mapping[str, torch.Tensor], rows: int) -> torch.Tensor:
         """Return an output of the model from the rank that computed it."""
-        owner = self._decision.stages[self.home(name)].ranks[0]
+        owner = self.decision.stages[self.home(name)].ranks[0]
         if owner == self._rank:
             data = outputs[name].detach().cpu().contiguous()
         else:
@@ -184,14 +185,14 @@ class Executor:
     def home(self, value: str) -> int:
         """Return the first stage that computes a value."""
         writer = self._graph.writer()[value]
-        return next(number for number, stage in enumerate(self._decision.stages) if writer in stage.ops)
+        return next(number for number, stage in enumerate(self.decision.stages) if writer in stage.ops)
 
     # -- from a batch to its plan ----------------------------------------------------------------------------------
 
     def count(self, batch: Batch) -> list[float] | None:
         """Return what this rank counts of a whole batch (`_counted`), None if its code is not made yet on all ranks.
         Local; raises BatchError and RefusedError."""
-        rows = micro_rows(batch, (), self._decision)
+        rows = micro_rows(batch, (), self.decision, self.fitting)
         if rows not in self._agreed:
             return None
         self._code.checks.check_constants()
@@ -203,7 +204,7 @@ class Executor:
 
         counts: of this rank (`count`), which are those of all pieces on the first rank.
         """
-        rows = micro_rows(batch, (), self._decision)
+        rows = micro_rows(batch, (), self.decision, self.fitting)
         made = rows in self._agreed and len(rows) in self._engines
         if not (made and self._train) or self._synced or self._update is not None:
             return False
@@ -219,7 +220,7 @@ class Executor:
         was given, () if each was given the whole batch.  before: micro-batches before the first one of this batch,
         after which replicas that take turns go on.
         """
-        rows = (0,) * before + micro_rows(batch, shards, self._decision)
+        rows = (0,) * before + micro_rows(batch, shards, self.decision, self.fitting)
         counts = counts or self._prepare_together(batch, rows, sharded=bool(shards))
         self.shares = self._shares(rows, counts[1:], sharded=bool(shards))
         if self._synced and (weightless := require_weights(rows, self.shares)) is not None:
@@ -233,8 +234,8 @@ class Executor:
         key: of random numbers, (seed, step).  scale: of the loss.  shards, before: as for `agree`.
         """
         if self._update is not None:
-            require_updatable(self._decision, self._graph, scale)
-        rows = (0,) * before + micro_rows(batch, shards, self._decision)
+            require_updatable(self.decision, self._graph, scale)
+        rows = (0,) * before + micro_rows(batch, shards, self.decision, self.fitting)
         sharded = bool(shards)
         inputs = self._inputs(batch, rows, sharded=sharded) if 0 in self._stages else ()
         own = {
@@ -274,7 +275,7 @@ class Executor:
                 mine = self._counted(batch, rows, sharded=sharded)
         except FAILURES as error:
             failure = error
-        width, own, first = count_width(self._rule.reduction), iter(mine), self._decision.stages[0].ranks
+        width, own, first = count_width(self._rule.reduction), iter(mine), self.decision.stages[0].ranks
         seen = next(own, -math.inf) if self._rank in first else -math.inf
         owners = counting_ranks(rows, self._divisions, first, sharded=sharded) if width else ()
         pieces = [next(own, 0.0) if rank == self._rank else -math.inf for rank in owners for _ in range(width)]
@@ -295,7 +296,7 @@ class Executor:
             several = rows if len(rows) > 1 else [*rows, *rows]
             family = family_of_batch(self._context.captures, batch, several)
             reduction = loss_reduction(family, (several,), self._context.options.loss_reduction)
-            divided = divided_values(self._decision, self._graph, self._code.prologue_of(batch))
+            divided = divided_values(self.decision, self._graph, self._code.prologue_of(batch))
             return BatchRule(reduction, row_layouts(family, reduction, *divided))
 
     def prepare(self, batch: Batch, rows: Sequence[int], *, sharded: bool = False) -> None:
@@ -306,7 +307,7 @@ class Executor:
             for own in code_sizes(stage, self._rank, rows):
                 wanted.setdefault(own, []).append(number)
         if not wanted:  # a rank without stages needs the shapes of what the model returns
-            wanted = {own: [] for own in code_sizes(self._decision.stages[0], self._first_rank, rows)}
+            wanted = {own: [] for own in code_sizes(self.decision.stages[0], self._first_rank, rows)}
         for own in sorted(wanted, reverse=True):
             if not self._code.has(own, wanted[own]):
                 self._code.add(self._capture(batch, own), batch, wanted[own], self._rule)
@@ -322,7 +323,7 @@ class Executor:
 
     def _own_sizes(self, rows: tuple[int, ...], *, sharded: bool) -> list[int]:
         """Return the rows of the pieces that this rank counts."""
-        ranks = counting_ranks(rows, self._divisions, self._decision.stages[0].ranks, sharded=sharded)
+        ranks = counting_ranks(rows, self._divisions, self.decision.stages[0].ranks, sharded=sharded)
         pieces = zip(ranks, pieces_of(rows, self._divisions), strict=True)
         return [end - first for rank, (_, first, end) in pieces if rank == self._rank]
 
@@ -351,7 +352,7 @@ class Executor:
 
     def program(self, micros: int) -> Program:
         """Return the verified program for this number of micro-batches."""
-        decision, graph = of_micros(self._decision, micros), self._graph
+        decision, graph = of_micros(self.decision, micros), self._graph
         if self._train:
             program = training_program(decision, graph, self._code.prologue, self._context.placement, self._synced)
         else:
@@ -363,7 +364,7 @@ class Executor:
         if micros not in self._engines:
             program = self.program(micros)
             if not self._engines:
-                open_statistics(self._world, self._decision, self._synced)
+                open_statistics(self._world, self.decision, self._synced)
                 self._runners = {stage: self._stage_runner(program, stage) for stage in self._stages}
             loss = None if self._mode == "predict" else self._graph.outputs[0]
             values = self._context.values
@@ -377,7 +378,7 @@ class Executor:
         """Return an engine for asynchronous training with batches of this number of micro-batches.  Collective.
 
         update: steps the optimizer of this rank's parameters.  Raises PlanError (`streaming_of`)."""
-        decision = replace(self._decision, micro_rows=(1,) * micros)
+        decision = replace(self.decision, micro_rows=(1,) * micros)
         rhythm, turn, turns = ring_programs(decision, self._graph, self._code.prologue)
         runners = {stage: self._stage_runner(turn, stage) for stage in self._stages}
         ops, loss = self._graph.op_map(), self._graph.outputs[0]
@@ -387,8 +388,8 @@ class Executor:
         return engine
 
     def _open_sums(self, program: Program) -> dict[int, ReplicaSums]:
-        owners = self._context.values.owners
-        kept = {stage: replicated_of(self._graph, self._decision, stage, owners) for stage in self._stages}
+        owners, held = self._context.values.owners, self._context.placement.tied
+        kept = {stage: replicated_of(self._graph, self.decision, stage, owners, held) for stage in self._stages}
         return open_sums(self._world, program, kept)
 
     def _stage_runner(self, program: Program, stage: int) -> StageRunner:

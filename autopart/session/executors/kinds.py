@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from autopart.capture import Captured
 from autopart.capture.batch.batch import Batch
-from autopart.capture.derive.reduction import BatchRule
+from autopart.capture.derive.reduction import WHOLE, BatchRule
 from autopart.capture.recent import Recent
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision
@@ -19,9 +19,13 @@ from autopart.session.executors.evaluation import evaluated_rows, evaluation_dec
 from autopart.session.executors.executor import Executor, RankContext
 from autopart.session.ranks.agreement import from_rank, together
 from autopart.session.step.data import micro_rows
+from autopart.session.step.parts import SEVERAL, fitting_cut, of_micros, undivided
 
-Kind = tuple[str, float, float]
-"""A kind of batch: the mode, and digests of the model's version and of the batch's signature, equal on all ranks."""
+Kind = tuple[str, float, float, str]
+"""A kind of batch: the mode, digests of the model's version and of the batch's signature, and how it is cut ("": as
+planned, `_WHOLE` or `_APART`); equal on all ranks."""
+_WHOLE = "one row"
+_APART = "parts of several rows, each on one replica"
 _KEEP = 32  # kinds of batches whose executor is kept
 
 
@@ -38,21 +42,27 @@ def new_executor(
     planned: Graph,
     decision: Decision,
     rule: BatchRule | None = None,
+    cut: str = "",
 ) -> Executor:
     """Return what runs batches like this one; a changed model may run another program than the one that was planned.
 
     planned, decision: the graph and the decision of the training plan.  rule: how batches are cut in evaluation, None
-    to leave them whole.  Local; raises RefusedError.
+    to leave them whole.  cut: of the kind.  Local; raises RefusedError.
     """
     if mode != "step":
         rows = evaluated_rows(mode, batch, decision) if rule is not None else (batch.rows or 1,)
         captured = context.captures(batch, Size(max(rows)), mode)
         evaluated = evaluation_decision(captured.graph, planned, decision, cut=rule is not None)
         return Executor(mode, context, captured, evaluated, rule)
-    captured = context.captures(batch, largest_part(batch, mode, decision, shards), mode)
+    if cut:
+        decision = undivided(decision if cut == _APART else of_micros(decision, 1))
+    rows = fitting_cut(batch.rows or 1, decision, SEVERAL) if cut == _APART else micro_rows(batch, shards, decision)
+    captured = context.captures(batch, Size(max(rows)), mode)
     own = projected(captured, planned, decision)
     check_gradients_stay(captured.graph, own.stages, planned, decision)
-    return Executor(mode, context, captured, own)
+    executor = Executor(mode, context, captured, own, BatchRule(WHOLE) if cut == _WHOLE else None)
+    executor.fitting = SEVERAL if cut == _APART else None
+    return executor
 
 
 def projected(captured: Captured, planned: Graph, decision: Decision) -> Decision:
@@ -81,6 +91,13 @@ class KnownKinds:
         """Return the executor of a kind, None if there is none yet."""
         return self._found.peek(kind)
 
+    def kind(self, mode: str, version: float, signature: float, rows: int | None) -> Kind:
+        """Return the kind of a batch of this number of rows.  version, signature: digests."""
+        known = self._found.peek((mode, version, signature, ""))
+        fitting = known.fitting if known is not None else None
+        apart = known is not None and rows and fitting is not None and not fitting_cut(rows, known.decision, fitting)
+        return mode, version, signature, _WHOLE if rows == 1 else _APART if apart else ""
+
     def executor(self, kind: Kind, batch: Batch, shards: tuple[int, ...] = ()) -> Executor:
         """Return the executor of a kind of batch, made at first use along the stages of the training plan.  Collective.
 
@@ -89,9 +106,10 @@ class KnownKinds:
         executor = self._found.get(kind)
         if executor is None:
             context, decision = self._context, self._decision
-            rule = shared_rule(context, batch, self._planned, decision) if kind[0] == "loss" else None
+            cut = kind[0] == "loss" and not kind[3]
+            rule = shared_rule(context, batch, self._planned, decision) if cut else None
             with together(context.world, "capturing the model"), patient("capturing the model"):
-                executor = new_executor(kind[0], context, batch, shards, self._planned, decision, rule)
+                executor = new_executor(kind[0], context, batch, shards, self._planned, decision, rule, kind[3])
             self._found.add(kind, executor)
         return executor
 

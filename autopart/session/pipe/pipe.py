@@ -16,7 +16,7 @@ import torch
 
 from autopart.capture import CaptureCache
 from autopart.ir.cluster import Cluster
-from autopart.ir.errors import CheckpointError, UsageError
+from autopart.ir.errors import UsageError
 from autopart.ir.timeline import Timeline
 from autopart.options import Options
 from autopart.session.asynchronous.limits import refuse_in_training, require_stream
@@ -76,7 +76,9 @@ class Pipe(PipeMeasured):
         session.calls.pending, session.calls.forget = self._saver.failure, self._saver.forget
         session.calls.broken = partial(self._rescue.keep, session, self._around)
         take_masters(session, self._restored)
-        self._unwatch = watch_optimizers(session.world.size, lambda: session.tensors, session.kept)
+        self._unwatch = watch_optimizers(
+            session.world.size, lambda: session.tensors, lambda: {id(p) for _, p in self.named_parameters()}
+        )
         return session
 
     # -- running -------------------------------------------------------------------------------------------------
@@ -355,11 +357,11 @@ class Pipe(PipeMeasured):
         if session is None:
             return
         self._at_close, self._session = self._facts, None
-        failed: CheckpointError | None = None
+        failed: Exception | None = None
         try:
             try:
                 self._saver.close(session, healthy=session.calls.healthy)
-            except CheckpointError as error:  # all ranks raise it, and their weights still come together
+            except Exception as error:  # all ranks raise it, and their weights still come together
                 failed = error
             if self._superseded:
                 pass  # the newer pipe has the trained values

@@ -37,7 +37,7 @@ from autopart.session.state.state_dict import (
 )
 
 NO_PARAMETER = "no_parameter_on_this_rank"
-"""The name of the empty parameter that a rank without parameters yields."""
+"""The name of the empty parameter that a rank without trainable parameters yields."""
 _NUMBERS = itertools.count(1)
 _TRAINED: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 """For each model, the number of the newest pipe that has trained it."""
@@ -168,15 +168,18 @@ class PipeState(ModuleSurface):
         """Yield this rank's parameters under their original names: those that its optimizer updates.
 
         Tied ones have the first name; with zero=1 only those that this rank owns are yielded.  Before the first step of
-        a pipe without a sample, all parameters of the model are.  A rank without parameters (idle, or with the loss
-        alone) yields an empty one, since torch's optimizers refuse an empty list.
+        a pipe without a sample, all parameters of the model are.  A rank without trainable ones (idle, with the loss or
+        with frozen layers alone) also yields an empty one that is, since torch's optimizers refuse an empty list.
         """
         if self._session is None:
             yield from self._captures.trained.named_parameters()
             return
         driven, keeps = self._session.tensors.driven, self._session.keeps
         held = [(name, t) for name, t in driven.items() if isinstance(t, nn.Parameter) and keeps(name)]
-        yield from held or [(NO_PARAMETER, self._placeholder)]
+        yield from held
+        if not any(parameter.requires_grad for _, parameter in held):
+            self._placeholder.requires_grad_(True)
+            yield NO_PARAMETER, self._placeholder
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield `named_parameters` without the names.  Clip with `pipe.clip_grad_norm_`: torch's function would use the
@@ -213,22 +216,25 @@ class PipeState(ModuleSurface):
 
     # -- state ---------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the whole model's state, with buffers, on every rank, on the CPU.  The model's own load_state_dict
-        accepts it.  It also holds `steps`, the loss scale and fp32 master weights, which torch.save keeps."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the model's own `state_dict` makes of the values of all ranks, on every rank, on the CPU.
+
+        Its own load_state_dict accepts it.  It also holds `steps`, the loss scale and fp32 master weights, which
+        torch.save keeps."""
         with self.session.call("state_dict") as session:
             more = {"scaler": self.scaler.state_dict()} if self.scaler is not None else {}
             return whole_state(session, steps=self._steps, **more)
 
-    def local_state_dict(self) -> dict[str, torch.Tensor]:
+    def local_state_dict(self) -> dict[str, Any]:
         """Return this rank's part of `state_dict`, on the CPU; also after a step that failed.  Not collective.
 
-        It holds what this rank trains, and what no rank trains.  The parts of all ranks together are the whole state:
-        `{**part0, **part1}`.  After an error in the script itself, parts may be one optimizer step apart.
+        It holds what this rank trains, and what no rank trains, by the names of parameters and buffers, without hooks
+        of the model.  The parts of all ranks together are the whole state: `{**part0, **part1}`.  After an error in
+        the script itself, parts may be one optimizer step apart.
         """
         return local_state(self.session, self._steps)
 
-    def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> tuple[list[str], list[str]]:
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> tuple[list[str], list[str]]:
         """Load a state of the model, the same on every rank, and what else `state_dict` keeps, such as `steps`.
 
         Returns the names that are missing and those that are unexpected, like torch; with strict both raise UsageError.

@@ -47,8 +47,8 @@ def carrying(
 ) -> Callable[[RankContext], None]:
     """Check this rank's optimizer, and return what moves its state once the ranks hold what another plan gives them.
 
-    placeholder: the parameter of a rank that has none.  Collective, and so is what is returned.  Raises UsageError on
-    all ranks, before anything is changed, for state that has no name, and for optimizers that differ between ranks.
+    placeholder: the parameter of a rank that trains none.  Collective, and so is what is returned.  Raises UsageError
+    on all ranks, before anything is changed, for state that has no name, and for optimizers that differ between ranks.
     Bytes sent: of the state of the parameters that move, each from one rank to the ranks that keep it now."""
     world = session.world
     with together(world, _MOVING):
@@ -138,6 +138,8 @@ def _give(
             group["param_names"] = own
     if not any(group["params"] for group in optimizer.param_groups):
         optimizer.param_groups[0]["params"] = [placeholder]
+        if "param_names" in optimizer.param_groups[0]:
+            optimizer.param_groups[0]["param_names"] = [""]
     optimizer.state.clear()
     names = {id(parameter): name for name, parameter in kept.items()} | {id(placeholder): ""}
     adopt_state(optimizer, names, [{}] * len(optimizer.param_groups), whole, tensors, {})

@@ -184,7 +184,7 @@ class AveragedModel:
         """Return the first parameter whose value differs from its average; torch's version counter would also count
         `sync_model`, which writes the same values."""
         for name, parameter in self._pipe.named_parameters():
-            average = self._pairs[name][1].detach()
+            average = self._pairs[name][1].detach() if name in self._pairs else parameter.detach()
             if not torch.allclose(parameter.detach(), average, rtol=0, atol=0, equal_nan=True):
                 return name
         return None
@@ -202,7 +202,7 @@ class AveragedModel:
     def _require_all(self) -> None:
         """Raise UsageError if this rank trains a parameter that is not averaged."""
         for name, parameter in self._pipe.named_parameters():
-            if parameter.requires_grad and name not in self._pairs:
+            if parameter.requires_grad and parameter.numel() and name not in self._pairs:
                 raise UsageError(
                     f"{name} is trained now, and was not used by any stage when AveragedModel was made",
                     why="a batch of another kind brought it in, and its earlier values are not in the averages",

@@ -21,7 +21,7 @@ def full_parameters(session: Session) -> Iterator[None]:
     with session.call("full_parameters"):
         require_values(session)
         values = gather_state(session)
-    own = session.captures.trained.state_dict()
+    own = session.captures.trained.tensors()
     trained = {name: tensor.data for name, tensor in own.items()}
     try:
         for name, tensor in own.items():

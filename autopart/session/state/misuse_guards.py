@@ -180,7 +180,11 @@ def watch_optimizers(
         driven = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
         earlier, was, drove = seen.get(optimizer, (None, set(), set()))
         mine = was if earlier is held else kept()  # looked at once a plan: this is before every step
-        if earlier is not None and was != mine and drove == set(driven) and drove & was:
+        another = earlier is not None and was != mine and drove == set(driven) and drove & was
+        still_idle = (
+            another and drove & mine and not any(p.numel() for g in optimizer.param_groups for p in g["params"])
+        )
+        if another and not still_idle:
             raise UsageError(
                 "the optimizer was made before the plan was changed, for parameters that this rank no longer has",
                 why="it would not update the parameters that this rank received",

@@ -15,19 +15,21 @@ from autopart.capture.trained import Trained
 from autopart.ir.errors import UsageError
 from autopart.runtime.masters import HALF, needs_master
 from autopart.runtime.tensors import gather_tensors
+from autopart.session.ranks.agreement import together
 from autopart.session.session import Session
+from autopart.session.state.extra_state import counting_here, gather_extra_state, key_of, sync_extra_state
 
 _REMEMBERED = "autopart"  # key in the metadata of a state
 
 
 def gather_state(session: Session) -> dict[str, torch.Tensor]:
-    """Return the model's state_dict on every rank, on the CPU, without tensors that the model got after its capture.
-    Collective."""
+    """Return the model's parameters and saved buffers by their own names, on every rank, on the CPU, without those that
+    the model got after its capture.  Collective."""
     session.calls.require_healthy()
     session.tensors.masters.write()
     held, tied = session.tensors.held, session.tied
     captures = session.captures
-    whole = {n: t for n, t in captures.trained.state_dict().items() if captures.is_own(n, t)}
+    whole = {n: t for n, t in captures.trained.tensors().items() if captures.is_own(n, t)}
     first = {tied.get(name, name): name for name in reversed(whole)}
     gathered = gather_tensors(
         session.world,
@@ -43,17 +45,19 @@ def gather_state(session: Session) -> dict[str, torch.Tensor]:
     return state
 
 
-def local_state(session: Session, steps: int) -> dict[str, torch.Tensor]:
-    """Return this rank's part of the state, on the CPU: what it trains or updates, and what no rank does.  Local."""
+def local_state(session: Session, steps: int) -> dict[str, Any]:
+    """Return this rank's part of the values, by their own names, on the CPU: what it trains or updates, and what no
+    rank does; and the extra state that counts here.  Local."""
     session.tensors.masters.write()
     held, tied, captures = session.tensors.held, session.tied, session.captures
-    kept: OrderedDict[str, torch.Tensor] = OrderedDict()
-    for name, own in captures.trained.state_dict().items():
+    kept: OrderedDict[str, Any] = OrderedDict()
+    for name, own in captures.trained.tensors().items():
         first = tied.get(name, name)
         if first in held and session.keeps(first):
             kept[name] = held[first].detach().cpu().clone()
         elif first not in session.context.placement.owners and captures.is_own(name, own):
             kept[name] = own.detach().cpu().clone()
+    kept.update((key_of(name), module.get_extra_state()) for name, module in counting_here(session).items())
     kept._metadata = {_REMEMBERED: {"steps": steps}}  # type: ignore[attr-defined]
     return kept
 
@@ -85,12 +89,13 @@ def sync_state(session: Session, *, at_the_end: bool = False) -> None:
             stacklevel=4,
         )
     state = gather_state(session)
-    own = session.captures.trained.state_dict()
+    own = session.captures.trained.tensors()
     with torch.no_grad():
         for name, tensor in state.items():
             if own[name].shape == tensor.shape:
                 own[name].copy_(tensor)
     session.tensors.masters.accept()  # of a tied parameter this may be the value of another rank
+    sync_extra_state(session)
 
 
 def require_values(session: Session) -> None:
@@ -124,13 +129,17 @@ def empty_foreign(session: Session) -> None:
                 setattr(tensor, EMPTIED, True)
 
 
-def whole_state(session: Session, **more: Any) -> dict[str, torch.Tensor]:
-    """Return the whole state, with `more` and the master weights in its metadata, where torch keeps the versions of
-    modules.  Collective."""
-    kept = OrderedDict(gather_state(session))
+def whole_state(session: Session, **more: Any) -> dict[str, Any]:
+    """Return what the model's own `state_dict` makes of the values of all ranks, with `more` and the master weights in
+    its metadata, where torch keeps the versions of modules.  Collective."""
+    trained, values, states = session.captures.trained, gather_state(session), gather_extra_state(session)
     if masters := gather_masters(session):
         more["masters"] = masters
-    kept._metadata = {_REMEMBERED: more}  # type: ignore[attr-defined]
+    with together(session.world, "making the state of the model"), trained.holding(values, states):
+        kept = trained.state_dict()
+        for name in trained.tensors().keys() - values.keys():  # the model got it after its capture
+            kept.pop(name, None)
+    kept._metadata[_REMEMBERED] = more  # type: ignore[attr-defined]
     return kept
 
 
@@ -145,33 +154,63 @@ def remembered(state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def load_state(
-    model: Trained, session: Session | None, state: Mapping[str, torch.Tensor], *, strict: bool = True
+    model: Trained, session: Session | None, state: Mapping[str, Any], *, strict: bool = True
 ) -> tuple[list[str], list[str]]:
-    """Load a state of the unpartitioned model into the model and into what this rank of a session holds.
+    """Load a state of the unpartitioned model, through its own `load_state_dict`, into the model and into what this
+    rank of a session holds.
 
     Returns the missing and the unexpected names; with strict both are refused.  Nothing changes when a name or a shape
     does not fit (UsageError).
     """
-    own = model.state_dict()
-    missing, unexpected = _check_state(own, state, strict=strict)
+    own = model.tensors()
+    if not isinstance(state, Mapping):
+        raise UsageError(f"the state is a {type(state).__name__}", fix=_THIS_MODELS)
     if session is None and model.without_values:
         raise UsageError(
             f"{model.without_values} is on the meta device", fix="pass sample= to compile, and load the state after it"
         )
-    with warnings.catch_warnings():
+    held: Mapping[str, torch.Tensor] = {}
+    if session is not None:
+        here, tied = session.tensors.held, session.tied
+        held = {name: here[first] for name in own if (first := tied.get(name, name)) in here}
+    with warnings.catch_warnings(), model.holding(held):
         warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")  # values are with the pipe
-        model.load_state_dict({name: state.get(name, tensor) for name, tensor in own.items()})
+        wrong = _loaded(model, state, strict=strict)
     if session is None:
-        return missing, unexpected
-    held, tied, masters = session.tensors.held, session.tied, remembered(state).get("masters", {})
+        return wrong
+    masters, kept, own_way = session.tensors.masters, remembered(state).get("masters", {}), model.own_loading()
     with torch.no_grad():
-        for name in own:
-            first = tied.get(name, name)
-            if first in held and name in state:
-                held[first].copy_(state[name])
-                session.tensors.masters.take_over(first, state[name], masters.get(first))
-    session.tensors.masters.write()
-    return missing, unexpected
+        for name, target in held.items():
+            if own[name] is not target and not own[name].is_meta:
+                own[name].copy_(target)
+            given = state.get(name)
+            if own_way and not (isinstance(given, torch.Tensor) and torch.equal(given.to(target), target)):
+                given = target
+            if given is not None:
+                first = session.tied.get(name, name)
+                masters.take_over(first, given, kept.get(first))
+    masters.write()
+    return wrong
+
+
+def _loaded(model: Trained, state: Mapping[str, Any], *, strict: bool) -> tuple[list[str], list[str]]:
+    """Load a state, or change nothing and raise UsageError if it does not fit.  Only a model that loads in its own way
+    knows what fits: its tensors are copied before, to be set back."""
+    own = model.tensors()
+    if not model.own_loading():
+        wrong = _check_state({**own, **dict.fromkeys(map(key_of, model.stateful()))}, state, strict=strict)
+        model.load_state_dict(state, strict=False)
+        return wrong
+    before = {name: tensor.detach().clone() for name, tensor in own.items()}
+    try:
+        return model.load_state_dict(state, strict=strict)
+    except Exception as error:
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(before[name])
+        raise UsageError(
+            "the model's own load_state_dict does not take this state", why=f"{error}", fix=_THIS_MODELS
+        ) from error
 
 
 def take_masters(session: Session, masters: Mapping[str, torch.Tensor]) -> None:
@@ -244,16 +283,14 @@ _THIS_MODELS = "pass a state of this model, as its state_dict() returns it"
 
 
 def _check_state(
-    own: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor], *, strict: bool
+    own: Mapping[str, torch.Tensor | None], state: Mapping[str, Any], *, strict: bool
 ) -> tuple[list[str], list[str]]:
-    """Return the missing and the unexpected names.  Raises UsageError."""
-    if not isinstance(state, Mapping):
-        raise UsageError(f"the state is a {type(state).__name__}", fix=_THIS_MODELS)
+    """Return the missing and the unexpected names.  own: tensors, and None for extra state.  Raises UsageError."""
     missing, unexpected = sorted(set(own) - set(state)), sorted(set(state) - set(own))
     if (strict and (missing or unexpected)) or (own and len(missing) == len(own)):
         raise _foreign_state(missing, unexpected)
     for name, tensor in own.items():
-        if name in missing:
+        if name in missing or tensor is None:
             continue
         if not isinstance(state[name], torch.Tensor):
             raise UsageError(f"{name} is a {type(state[name]).__name__} in the state", fix="pass tensors")

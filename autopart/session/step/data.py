@@ -25,7 +25,7 @@ from autopart.runtime.effects import first_line
 from autopart.runtime.group.world import World
 from autopart.session.ranks.agreement import from_rank, together
 from autopart.session.ranks.call_sync import digest_of
-from autopart.session.step.parts import micro_cut
+from autopart.session.step.parts import fitting_cut, micro_cut
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """The positional and keyword arguments of a call."""
@@ -163,15 +163,18 @@ def require_no_questions(captured: Captured) -> None:
         )
 
 
-def micro_rows(batch: Batch, shards: Sequence[int], decision: Decision) -> tuple[int, ...]:
-    """Return the rows of each micro-batch of a batch.  shards: rows of each shard, () for a whole batch.
+def micro_rows(
+    batch: Batch, shards: Sequence[int], decision: Decision, fitting: range | None = None
+) -> tuple[int, ...]:
+    """Return the rows of each micro-batch of a batch.  shards: rows of each shard, () for a whole batch.  fitting: rows
+    that parts of a whole batch may have, where the model runs another program on others (`fitting_cut`).
 
     Raises BatchError for shards that do not fit, and for a batch without rows that is to be cut."""
     planned = decision.micro_rows
     if shards:
         return rows_of_shards(shards, decision)
     if batch.rows is not None:
-        return micro_cut(batch.rows, planned)
+        return micro_cut(batch.rows, planned) if fitting is None else fitting_cut(batch.rows, decision, fitting)
     if len(planned) > 1:
         raise BatchError(
             f"the batch has no rows to cut into {len(planned)} micro-batches",

@@ -23,11 +23,34 @@ from autopart.runtime.sums.replicas import Replicated
 from autopart.session.code.split import own_updates
 from autopart.session.placement import Placement
 
+ONE, SEVERAL = range(1, 2), range(2, 1 << 60)
+"""Numbers of rows on which a model may run two programs."""
+_ALL = 1 << 40  # the share of a replica that has all rows, beside shares of 1
+
 
 def micro_cut(rows: int, planned: Sequence[int]) -> tuple[int, ...]:
     """Return the rows of each micro-batch of a whole batch: as many micro-batches as planned, or fewer of the planned
     size for a batch with fewer rows than micro-batches, such as the last of an epoch."""
     return split_rows(rows, len(planned) if rows >= len(planned) else -(-rows // max(planned)))
+
+
+def fitting_cut(rows: int, decision: Decision, fitting: range) -> tuple[int, ...]:
+    """Return `micro_cut`, or fewer micro-batches, whose parts all have fitting numbers of rows, () if none do.
+
+    O(micro-batches * replicas)."""
+    divisions = [stage.division for stage in decision.stages]
+    for micros in range(len(micro_cut(rows, decision.micro_rows)), 0, -1):
+        found = split_rows(rows, micros)
+        if all(own in fitting for each in divisions for size in {*found} for own in parts(each, 0, size) if own):
+            return found
+    return ()
+
+
+def undivided(decision: Decision) -> Decision:
+    """Return a decision whose micro-batches each run whole on one replica of each stage: the first, or whose turn it is
+    (the shares of the other replicas round to no row)."""
+    alone = (replace(s, shares=(_ALL, *[1] * (len(s.ranks) - 1))) if s.division.splits else s for s in decision.stages)
+    return replace(decision, stages=tuple(alone))
 
 
 def of_micros(decision: Decision, micros: int) -> Decision:
@@ -97,7 +120,7 @@ def training_program(
     """Return the verified program of a training step.  prologue: as for `routing.route`.  placement: of the plan.
     statistics: stages whose replicas share batch statistics.  Raises ProgramError, and RefusedError
     (`require_buffers_in_order`)."""
-    program = replace(route(decision, graph, prologue, placement.sharing_stages), statistics=statistics)
+    program = replace(route(decision, graph, prologue, placement.sharing_stages, placement.tied), statistics=statistics)
     check_program(program, decision.schedule)
     require_buffers_in_order(program, decision, graph)
     return program
@@ -125,10 +148,12 @@ def require_buffers_in_order(program: Program, decision: Decision, graph: Graph)
         last[rank] = slot
 
 
-def replicated_of(graph: Graph, decision: Decision, stage: int, owners: Mapping[str, int]) -> Replicated:
+def replicated_of(
+    graph: Graph, decision: Decision, stage: int, owners: Mapping[str, int], held: Mapping[str, Collection[int]]
+) -> Replicated:
     """Return what the replicas of a stage keep equal, without parameters that other stages use too: these are summed
-    over all their ranks at once.  owners: of the parameters of this rank (`Replicated.owners`)."""
-    chosen, apart = set(decision.stages[stage].ops), {name for name, _ in tied(decision, graph)}
+    over all their ranks at once.  owners: of this rank's parameters (`Replicated.owners`).  held: as for `tied`."""
+    chosen, apart = set(decision.stages[stage].ops), {name for name, _ in tied(decision, graph, held)}
     trained = {param.name for param in graph.params if param.trainable} - apart
     released: dict[str, None] = {}  # by first use: a gradient is complete after the backward of that op
     sparse: set[str] = set()

@@ -31,7 +31,16 @@ class Weights:
         every = {name: t for pairs in (model.named_parameters(), model.named_buffers()) for name, t in pairs}
         self.wanted = {name: tensor for name, tensor in every.items() if tensor.is_meta}
         self._stored = StoredValues(weights) if weights != INITIAL else None
-        tied, state = tied_names(model), model.state_dict()
+        if self._stored is not None and not self._stored.by_own_names and (first := model.own_loading()):
+            raise RefusedError(
+                f"the weights in {weights} would not go through the loading of the model",
+                where=f"module {first}",
+                why="a hook or a method of it changes what load_state_dict is given, and needs the whole state; each "
+                "rank reads only the tensors that it holds",
+                fix="load them into a model with values (model.load_state_dict), and write that with "
+                "autopart.save_from(model, folder), by the names of its parameters; then pass weights=folder",
+            )
+        tied, state = tied_names(model), model.tensors()
         self._saved = saved = {tied.get(name, name) for name in state}
         self._made_here = {name for name in self.wanted if self._stored is None or name not in saved}
         require_initialiser(model, {name: self.wanted[name] for name in self.wanted if name in self._made_here}, seed)

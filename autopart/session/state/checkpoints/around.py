@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -13,10 +14,12 @@ from torch import nn
 
 from autopart.files.checkpoints.document import Document
 from autopart.files.checkpoints.values import decoded, encoded
-from autopart.ir.errors import CheckpointError
+from autopart.ir.errors import CheckpointError, UsageError
 from autopart.session.session import Session
 from autopart.session.state.checkpoints.optimizers import OptimizerPart, joined
-from autopart.session.state.companions import Companion
+from autopart.session.state.companions import Companion, refusal
+from autopart.session.state.extra_state import EXTRA_STATE
+from autopart.session.state.scaler import LossScaler
 
 _SCHEDULER = "the state of the scheduler"
 
@@ -48,20 +51,24 @@ class Around:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What each rank tells the others before a checkpoint is written; everything but `optimizer` has to be alike."""
+    """What each rank tells the others before a checkpoint is written; `alike` has to be alike.  extra_state: of the
+    modules for which this rank's counts."""
 
     optimizer: OptimizerPart | None
     alike: dict[str, Any]
+    extra_state: dict[str, Any]
 
     @classmethod
-    def of(cls, part: OptimizerPart | None, around: Around, extra: Any) -> Told:
+    def of(
+        cls, part: OptimizerPart | None, around: Around, extra: Any, states: Mapping[str, Any] = MappingProxyType({})
+    ) -> Told:
         alike = {
             "scaler": around.scaler,
             "scheduler": scheduler_state(around.scheduler),
             "companions": {title: encoded(each.state(), title) for title, each in around.companions.items()},
             "extra": encoded(extra, "extra"),
         }
-        return cls(part and part.without_tensors(), alike)
+        return cls(part and part.without_tensors(), alike, dict(states))
 
 
 def document_of(session: Session, told: Sequence[Told], step: int) -> Document:
@@ -76,6 +83,9 @@ def document_of(session: Session, told: Sequence[Told], step: int) -> Document:
         optimizer = joined([each.optimizer for each in told])
     except CheckpointError as error:
         raise session.world.known(error) from None
+    alike = dict(told[0].alike)
+    if states := {name: state for each in told for name, state in each.extra_state.items()}:
+        alike["companions"] = {**alike["companions"], EXTRA_STATE: states}
     return Document(
         step,
         torch.__version__,
@@ -86,7 +96,7 @@ def document_of(session: Session, told: Sequence[Told], step: int) -> Document:
         precision=session.plan.provenance.precision,
         optimizer=optimizer,
         plan=json.loads(json.dumps(asdict(session.plan))),
-        **told[0].alike,
+        **alike,
     )
 
 
@@ -99,7 +109,18 @@ def saved_scheduler(document: Document, scheduler: HasState | None) -> Any:
     """Return the saved state for a scheduler.  Raises CheckpointError if there is none for it."""
     if scheduler is not None and document.scheduler is None:
         raise CheckpointError("the checkpoint holds no state of a scheduler", fix="load without scheduler=")
-    return decoded(document.scheduler, _SCHEDULER)
+    state = decoded(document.scheduler, _SCHEDULER)
+    if scheduler is not None and not isinstance(state, dict):
+        raise refusal(_SCHEDULER, state, "it has to be a table of values by name")
+    return state
+
+
+def require_scaler(document: Document) -> None:
+    """Raise CheckpointError if the saved state of the loss scaler is not one."""
+    try:
+        LossScaler().load_state_dict(document.scaler or LossScaler().state_dict())
+    except UsageError as error:
+        raise refusal("the state of the loss scaler", document.scaler, error.what) from error
 
 
 def version() -> str:

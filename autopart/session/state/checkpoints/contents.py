@@ -113,7 +113,7 @@ def own_state(session: Session) -> dict[str, torch.Tensor]:
     """Return the parameters and persistent buffers of this rank's model, tied ones once under the first name that the
     plan uses.  What other ranks train has old values here."""
     captures = session.captures
-    state = captures.trained.state_dict()
+    state = captures.trained.tensors()
     return tied_once({name: tensor for name, tensor in state.items() if captures.is_own(name, tensor)}, session.tied)
 
 

@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 
+from autopart.capture.trained import Trained
 from autopart.files.checkpoints.document import COMPANION, MASTER, OPTIMIZER, OptimizerState
 from autopart.files.checkpoints.stored import Stored
 from autopart.files.checkpoints.tensor_files import StoredTensor, converts
 from autopart.files.reading import listed
 from autopart.ir.errors import CheckpointError
 from autopart.session.state.checkpoints.optimizers import adopt_state, check_fits
+from autopart.session.state.extra_state import EXTRA_STATE, key_of, read_extra_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +26,12 @@ class Wanted:
     """What a rank wants to read.
 
     like: tensors of the model that it loads, by name.  known: every name of the model.  driven: names of the parameters
-    of its optimizer, by identity, None without one."""
+    of its optimizer, by identity, None without one.  trained: the model, whose modules may have extra state."""
 
     like: Mapping[str, torch.Tensor]
     known: frozenset[str]
     driven: Mapping[int, str] | None
+    trained: Trained
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +39,14 @@ class Staged:
     """What a rank has read, in host memory.
 
     weights, masters: by name.  options: saved options of each parameter group.  state: of the optimizer, by (parameter,
-    key).  companions: tensors by companion and name."""
+    key).  companions: tensors by companion and name.  extra_state: by module."""
 
     weights: dict[str, torch.Tensor]
     masters: dict[str, torch.Tensor]
     options: list[dict[str, Any]]
     state: dict[tuple[str, str], torch.Tensor]
     companions: dict[str, dict[str, torch.Tensor]]
+    extra_state: dict[str, Any]
 
 
 def staged(
@@ -69,11 +73,13 @@ def staged(
     for key in stored.more.by_name:
         kind, _, rest = key.partition("/")
         title, _, name = rest.partition("/")
-        if kind == COMPANION and title in set(companions) and (name in wanted.like or name in driven):
+        mine = title in set(companions) and (name in wanted.like or name in driven)
+        if kind == COMPANION and (mine or title == EXTRA_STATE):
             keys.append(key)
-    stored.check(wanted.like, keys)
+    earlier = {n: key_of(n) for n in wanted.trained.stateful() if key_of(n) in stored.weights.by_name}
+    stored.check([*wanted.like, *earlier.values()], keys)
     weights = {name: stored.weights.read(name) for name in wanted.like}
-    result = Staged(weights, {}, options, {}, {})
+    result = Staged(weights, {}, options, {}, {}, {})
     for key in keys:
         tensor = stored.more.read(key)
         kind, _, rest = key.partition("/")
@@ -84,12 +90,17 @@ def staged(
             result.state[name, title] = tensor
         else:
             result.companions.setdefault(title, {})[name] = tensor
+    extra = result.companions.pop(EXTRA_STATE, {}) | {key: stored.weights.read(key) for key in earlier.values()}
+    saved = stored.document.companions.get(EXTRA_STATE, {name: {"$stored": key} for name, key in earlier.items()})
+    result.extra_state.update(read_extra_state(wanted.trained, saved, extra))
     return result
 
 
 def _check_names(found: Mapping[str, StoredTensor], wanted: Wanted) -> None:
     """Raise CheckpointError for names and shapes that are not those of the model."""
     missing, unexpected = sorted(wanted.known - found.keys()), sorted(found.keys() - wanted.known)
+    if unexpected:  # earlier releases saved what the model's own state_dict() has besides
+        unexpected = sorted(set(unexpected) - wanted.trained.state_dict().keys())
     lines = [f"{name} is missing" for name in missing] + [f"{name} is not in the model" for name in unexpected]
     lines += [
         f"{name} has shape {found[name].shape}, and {tuple(tensor.shape)} in the model"

@@ -14,8 +14,10 @@ import torch
 from autopart.files.checkpoints.document import Group, OptimizerState
 from autopart.files.checkpoints.values import decoded, encoded
 from autopart.ir.errors import CheckpointError
+from autopart.session.state.companions import refusal
 
-_HOW = ("foreach", "fused")
+_NUMBERS = int | float | torch.Tensor
+_HOW = ("foreach", "fused", "capturable")
 """Options that say how an update is computed, not what; they stay those of the optimizer that loads."""
 _MADE = "make the optimizer from pipe.parameters() or pipe.named_parameters(), after the last change of the plan"
 
@@ -121,7 +123,8 @@ def check_fits(
 ) -> list[dict[str, Any]]:
     """Return the saved options of each parameter group of an optimizer.  Local; changes nothing.
 
-    Raises CheckpointError for another kind of optimizer, and for a group whose parameters were in different groups."""
+    Raises CheckpointError for another kind of optimizer, a group whose parameters were in different groups, and values
+    that no optimizer of this kind has: once this has returned, `adopt_state` cannot fail."""
     kind = type(optimizer).__name__
     if kind != saved.kind:
         raise CheckpointError(
@@ -142,8 +145,28 @@ def check_fits(
                 fix="make the parameter groups as in the run that was saved",
             )
         options = saved.groups[sources[0]].options if sources else {}
-        found.append({key: decoded(value, f"option {key!r} of group {number}") for key, value in options.items()})
+        what = f"of group {number}"
+        found.append({k: decoded(v, f"option {k!r} {what}") for k, v in options.items() if k not in _HOW})
+        for key, value in found[-1].items():
+            if key in ("params", "param_names") or not _alike(value, group.get(key)):
+                raise refusal(f"option {key!r} {what}", value, f"this {kind} has {group.get(key)!r:.80}")
+        for name in own.names:
+            for key, value in saved.values.get(name, {}).items():
+                decoded(value, f"state {key!r} of {name}")
+            for key in saved.tensors.get(name, ()):
+                if "/" in key or key in saved.values.get(name, {}):
+                    raise refusal(f"the state of {name}", key, "it has to be the name of one tensor")
     return found
+
+
+def _alike(saved: Any, own: Any) -> bool:
+    """Whether a saved option can take the place of what an optimizer has: both numbers, texts, or lists of such."""
+    if own is None:
+        return True
+    if isinstance(own, tuple | list):
+        return isinstance(saved, tuple | list) and len(saved) == len(own) and all(map(_alike, saved, own))
+    numbers = isinstance(saved, _NUMBERS) and isinstance(own, _NUMBERS)
+    return numbers or isinstance(saved, type(own))
 
 
 def adopt_state(

@@ -13,15 +13,16 @@ from torch import nn
 from autopart.capture.guards import tied_names
 from autopart.capture.trained import Trained
 from autopart.files.checkpoints.document import OPTIMIZER, Document, read_document
-from autopart.files.checkpoints.folders import Root, checkpoint_at
+from autopart.files.checkpoints.folders import Root, read_at
 from autopart.files.checkpoints.stored import opened
 from autopart.files.checkpoints.values import decoded, encoded
 from autopart.session.state.checkpoints.around import HasState, saved_scheduler, scheduler_state, version
 from autopart.session.state.checkpoints.contents import Contents, tied_once
-from autopart.session.state.checkpoints.loading import Wanted, adopt_optimizer, staged, value_for
+from autopart.session.state.checkpoints.loading import Staged, Wanted, adopt_optimizer, staged, value_for
 from autopart.session.state.checkpoints.optimizers import joined, part_of
 from autopart.session.state.checkpoints.saver import require_folder, unwritable
 from autopart.session.state.checkpoints.saving import Draft, config_text, publish, write_part
+from autopart.session.state.extra_state import EXTRA_STATE, give_extra_state, saved_extra_state
 
 
 def load_into(
@@ -36,14 +37,22 @@ def load_into(
     Everything is read and compared with its hash first: after a CheckpointError nothing has changed.
     """
     own, names = _own(model)
-    path = checkpoint_at(folder)
-    document = read_document(path)
-    found = staged(opened(path, document), Wanted(own, frozenset(own), names), optimizer, ())
+    trained = Trained(model)
+
+    def read(path: Path) -> tuple[Document, Staged]:
+        document = read_document(path)
+        return document, staged(opened(path, document), Wanted(own, frozenset(own), names, trained), optimizer, ())
+
+    document, found = read_at(folder, read)
     state = saved_scheduler(document, scheduler)
     extra = decoded(document.extra, "extra")
-    with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(value_for(tensor, name, found))
+    _copy(own, found)
+    give_extra_state(trained, found.extra_state)
+    if trained.own_loading():  # what its hooks do besides, such as values that they derive
+        try:
+            trained.load_state_dict(trained.state_dict(), strict=False)
+        finally:
+            _copy(own, found)  # its state_dict() may round
     if optimizer is not None and document.optimizer is not None:
         adopt_optimizer(optimizer, names, document.optimizer, found)
     if scheduler is not None:
@@ -68,11 +77,13 @@ def save_from(
     own, names = _own(model)
     part = part_of(optimizer, names) if optimizer is not None else None
     more = {} if part is None else {f"{OPTIMIZER}/{key}/{name}": tensor for (name, key), tensor in part.tensors.items()}
+    states, tensors = saved_extra_state(Trained(model).stateful())
     document = Document(
         step,
         torch.__version__,
         version(),
         {},
+        companions={EXTRA_STATE: states} if states else {},
         optimizer=joined([part]),
         scheduler=scheduler_state(scheduler),
         extra=encoded(extra, "extra"),
@@ -81,7 +92,7 @@ def save_from(
         root = Root(Path(folder))
         try:
             draft = Draft(root.draft(step), document, 0)
-            write_part(draft, Contents(own, more, part))
+            write_part(draft, Contents(own, more | tensors, part))
             return publish(draft, root, keep, config_text(model))
         finally:
             root.close()
@@ -93,6 +104,10 @@ def _own(model: nn.Module) -> tuple[dict[str, torch.Tensor], Mapping[int, str]]:
     """Return the parameters and persistent buffers of a model, tied ones once, and the names of its parameters."""
     trained = Trained(model)
     tied = tied_names(trained)
-    return tied_once(trained.state_dict(), tied), {
-        id(parameter): name for name, parameter in trained.named_parameters()
-    }
+    return tied_once(trained.tensors(), tied), {id(parameter): name for name, parameter in trained.named_parameters()}
+
+
+def _copy(own: Mapping[str, torch.Tensor], found: Staged) -> None:
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(value_for(tensor, name, found))

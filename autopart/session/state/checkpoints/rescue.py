@@ -128,6 +128,8 @@ class Rescue:
             return "extra= of the last save is not known to be that of this step"
         if self._changed:
             return f"the script changes the {self._changed} between a load or a save and the next step"
+        if session.captures.trained.stateful():
+            return "modules have extra state, and what counts may be that of the rank that was lost"
         driven = session.tensors.driven.values()
         if any(map(_pending, driven)):
             return "gradients of earlier steps wait for the optimizer"

@@ -18,9 +18,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from autopart.files.checkpoints.document import NAME, Document, OptimizerState, read_document
-from autopart.files.checkpoints.folders import Root, checkpoint_at, found_at, latest
+from autopart.files.checkpoints.folders import LATEST, Root, checkpoint_at, complete, found_at, latest, read_at
 from autopart.ir.errors import CheckpointError
 from autopart.launcher import rescue_folder
+from autopart.runtime.effects import first_line
 from autopart.session.state.checkpoints.optimizers import OptimizerPart, joined
 from autopart.session.state.checkpoints.saving import Draft, publish, read_part, record_at
 
@@ -29,6 +30,7 @@ WHY = "why"
 _ALIKE = ("seed", "world", "precision", "scaler", "scheduler", "companions", "extra")
 """What has to be equal in the documents of all ranks."""
 
+_CANNOT = "training cannot continue from memory: %s"
 _log = logging.getLogger("autopart")
 
 
@@ -54,7 +56,9 @@ def newest_at(
     kept = _kept(place, frozenset(names)) if place is not None else None
     if path is None and kept is None:
         return (Path(folder), None) if missing_ok else (checkpoint_at(folder), None)
-    document = read_document(path) if path is not None else None
+    document: Document | None = None
+    if path is not None:
+        path, document = read_at(folder, lambda found: (found, read_document(found)))
     if kept is not None and (document is None or document.step < kept[1].step):
         saved = "there is no checkpoint" if document is None else f"the last checkpoint is of step {document.step}"
         _log.warning("training continues from memory after step %d; %s", kept[1].step, saved)
@@ -63,10 +67,27 @@ def newest_at(
     return path, document
 
 
-def forget(folder: Path) -> None:
+def forget(folder: str | os.PathLike[str]) -> None:
     """Give back the memory of what a newer checkpoint in a folder now has."""
-    if (place := place_of(folder)) is not None and (kept := latest(place)) is not None:
+    if (place := place_of(folder)) is not None and place.is_dir():
+        _empty(place)
+
+
+def _empty(place: Path) -> None:
+    (place / LATEST).unlink(missing_ok=True)
+    for kept in complete(place):
         shutil.rmtree(kept, ignore_errors=True)
+
+
+def replaced(folder: str | os.PathLike[str], path: Path, error: CheckpointError) -> bool:
+    """Return whether another checkpoint than this one, which could not be loaded, is there now.  On rank 0.
+
+    One in memory is dropped, and a line says so; one on the disk may have been deleted for a newer one."""
+    if path.parent != place_of(folder):
+        return found_at(folder) != path
+    _log.warning(_CANNOT, first_line(error))
+    _empty(path.parent)
+    return True
 
 
 def _kept(place: Path, names: frozenset[str]) -> tuple[Path, Document] | None:
@@ -76,13 +97,18 @@ def _kept(place: Path, names: frozenset[str]) -> tuple[Path, Document] | None:
         try:
             why = _join(place, starts[-1], names)
         except (CheckpointError, OSError, ValueError) as error:
-            why = str(error).partition("\n")[0]
+            why = first_line(error)
         if why:
-            _log.warning("training cannot continue from memory: %s", why)
+            _log.warning(_CANNOT, why)
     for start in starts:
         shutil.rmtree(start, ignore_errors=True)
-    path = latest(place)
-    return (path, read_document(path)) if path is not None else None
+    try:
+        path = latest(place)
+        return (path, read_document(path)) if path is not None else None
+    except CheckpointError as error:
+        _log.warning(_CANNOT, first_line(error))
+        _empty(place)
+        return None
 
 
 def _join(place: Path, start: Path, names: frozenset[str]) -> str:

@@ -24,6 +24,7 @@ from autopart.files.checkpoints.document import Document, write_document
 from autopart.files.checkpoints.folders import Root
 from autopart.files.checkpoints.hashes import Written, hashed
 from autopart.files.checkpoints.tensor_files import INDEX, write_tensors
+from autopart.files.reading import named, read_text, unreadable
 from autopart.files.storage import write_whole
 from autopart.ir.errors import CheckpointError
 from autopart.session.state.checkpoints.contents import Contents
@@ -107,12 +108,12 @@ def record_at(folder: Path, rank: int) -> Path:
 
 
 def read_part(folder: Path, rank: int) -> Part:
-    """Return what a rank has written.  Raises OSError, and CheckpointError for a file that was changed."""
-    path = record_at(folder, rank)
-    try:
-        return _PART.validate_json(path.read_bytes())
-    except ValidationError as error:
-        raise CheckpointError("the part of a rank was changed while it was written", where=str(path)) from error
+    """Return what a rank has written.  Raises CheckpointError for a file that was changed, or cannot be read."""
+    with named(path := record_at(folder, rank), CheckpointError):
+        try:
+            return _PART.validate_json(read_text(path))
+        except ValidationError as error:
+            raise unreadable("was changed while it was written", why=str(error).partition("\n")[0]) from error
 
 
 def publish(draft: Draft, root: Root, keep: int | None, config: str | None) -> Path:

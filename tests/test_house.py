@@ -138,7 +138,7 @@ def test_the_check_runs_the_test_command_of_the_readme():
 
 def test_the_architecture_is_short_and_names_files_that_exist():
     text = (ROOT / "ARCHITECTURE.md").read_text()
-    assert len(text.splitlines()) <= 250
+    assert len(text.splitlines()) <= 275
     for name in ("ARCHITECTURE.md", "CONTRIBUTING.md"):
         for path in re.findall(r"`([\w.]+(?:/[\w.]+)+)/?`", (ROOT / name).read_text()):
             assert any((ROOT / start / path).exists() for start in ("", "autopart", "passes")), f"{name}: {path}"

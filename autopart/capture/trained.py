@@ -79,7 +79,9 @@ class Trained:
         found._metadata = metadata  # type: ignore[attr-defined]
         return found
 
-    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool) -> tuple[list[str], list[str]]:
+    def load_state_dict(
+        self, state: Mapping[str, Any], *, strict: bool, assign: bool = False
+    ) -> tuple[list[str], list[str]]:
         """Load what `state_dict` returned through the model's own `load_state_dict`; returns what is missing and what
         is unexpected there."""
         learned = {name for name in state if self.loss_fn is not None and name.startswith(PREFIX)}
@@ -88,7 +90,11 @@ class Trained:
             own = OrderedDict((n.removeprefix(prefix), v) for n, v in state.items() if (n in learned) == bool(prefix))
             if not prefix and hasattr(state, "_metadata"):
                 own._metadata = state._metadata  # type: ignore[attr-defined]
-            keys = part.load_state_dict(own, strict=strict)
+            keys = (
+                part.load_state_dict(own, strict=strict, assign=True)
+                if assign
+                else part.load_state_dict(own, strict=strict)
+            )
             for names, more in zip(wrong, keys or ((), ()), strict=True):
                 names.extend(prefix + name for name in more)
         return wrong
@@ -103,6 +109,24 @@ class Trained:
             if any(not str(getattr(each, "__module__", "")).startswith("torch.") for each in found):
                 return name or type(module).__name__
         return ""
+
+    def own_loading_changes(self) -> str:
+        """Return what `own_loading` does if that loading does anything but put what it is given under a name into the
+        tensor of that name.  It runs for tensors without memory; hooks that run after it count as a change."""
+        first = self.own_loading()
+        after = [hook for _, module in self.named_modules() for hook in module._load_state_dict_post_hooks.values()]
+        if not first or after:
+            return first
+        own = self.tensors()
+        stands = {id(tensor): torch.empty_like(tensor, device="meta") for tensor in own.values()}
+        given = {name: stands[id(tensor)] for name, tensor in own.items()}
+        with self.holding({name: torch.empty_like(tensor) for name, tensor in given.items()}):
+            try:
+                self.load_state_dict(given, strict=False, assign=True)
+            except Exception:  # of the model's own code, which asks for other names
+                return first
+            found = self.tensors()
+        return "" if all(_memory(found[name]) == _memory(tensor) for name, tensor in given.items()) else first
 
     @contextmanager
     def holding(
@@ -144,6 +168,10 @@ class Trained:
         yield "", self.model
         if self.loss_fn is not None:
             yield PREFIX, self.loss_fn
+
+
+def _memory(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor.untyped_storage()._cdata, tensor._version
 
 
 def _in_place_of(own: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

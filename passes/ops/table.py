@@ -315,6 +315,7 @@ def register(row: OpRow) -> OpRow:
         )
     _ROWS[row.name] = _REGISTERED[row.name] = row
     row_of.cache_clear()
+    keeps.cache_clear()
     return row
 
 

@@ -55,7 +55,7 @@ def takes_onednn(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | N
         and right.dtype is torch.float32
         and left.device.type == "cpu"
         and (right.is_contiguous() or right.t().is_contiguous())
-        and (bias is None or (bias.shape == right.shape[1:] and bias.dtype is torch.float32))
+        and (bias is None or (bias.shape == right.shape[1:] and bias.dtype is torch.float32 and bias.is_contiguous()))
         and are_faster()
     )
 

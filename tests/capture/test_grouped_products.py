@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 import transformers as hf
 from support.grids import sampled
+from support.layouts import drawn_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopart
-from autopart.capture.trace.grouped_products import grouped_product, kernel_of
+from autopart.capture.trace.grouped_products import _has_kernel, grouped_product, kernel_of
 
 ENDS = [2, 2, 5, 12]
 
@@ -62,6 +65,29 @@ def test_products_and_gradients_are_those_of_each_group(
     ours = torch.autograd.grad(found, [rows, held], given)
     theirs = torch.autograd.grad(expected, [rows, held], given)
     torch.testing.assert_close(ours, theirs)
+
+
+def test_groups_in_any_layout_have_the_products_and_gradients_of_torch() -> None:
+    hf.integrations.moe  # noqa: B018
+    taken = 0
+    for seed in range(400):
+        draw = random.Random(seed)
+        ends = sorted(draw.choices(range(9), k=draw.choice((1, 2, 3))))
+        given, out = draw.choice((0, 1, 4, 8, 12)), draw.choice((0, 1, 4, 8, 16))
+        rows, held = drawn_tensor([ends[-1], given], draw), drawn_tensor([len(ends), given, out], draw)
+        back = drawn_tensor([ends[-1], out], draw)
+        if seed % 20 == 0:  # one row is dense, however far the next one would be
+            ends, rows, held = [1], torch.randn(1, 12), torch.randn(1, 12, 4)
+            back = torch.randn(1, 9)[:, 2:6]
+        rows.requires_grad_(), held.requires_grad_()
+        taken += _has_kernel(rows, held)
+        pieces = zip([0, *ends], ends, strict=False)
+        expected = torch.cat([rows[a:b] @ matrix for (a, b), matrix in zip(pieces, held, strict=True)])
+        found = grouped_product(rows, held, torch.tensor(ends, dtype=draw.choice((torch.int32, torch.int64))))
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4, msg=str(seed))
+        ours, theirs = (torch.autograd.grad(each, [rows, held], back) for each in (found, expected))
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4, msg=str(seed))
+    assert taken > 30
 
 
 def test_other_ops_are_left_alone() -> None:

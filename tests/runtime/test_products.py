@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 
 import pytest
 import torch
+from support.layouts import drawn_tensor
 from torch.nn import functional as F
 
 from autopart.runtime.stages import products, weight_gradients
@@ -142,3 +144,60 @@ def test_a_product_that_is_added_takes_little_memory(monkeypatch: pytest.MonkeyP
 
 def test_a_product_with_a_factor_stays_with_torch() -> None:
     assert products.kernel_of(torch.ops.aten.addmm.default, {"beta": 0.5}) is torch.ops.aten.addmm.default
+
+
+def close(found: torch.Tensor, exact: torch.Tensor) -> bool:
+    return found.shape == exact.shape and torch.allclose(found.double(), exact, rtol=1e-4, atol=1e-4)
+
+
+def test_operands_in_any_layout_give_the_products_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_LEAST_FLOPS", 1)
+    taken = 0
+    for seed in range(1500):
+        draw = random.Random(seed)
+        lead = [draw.choice((1, 2, 3, 5)) for _ in range(draw.choice((0, 1, 1, 2, 3)))]
+        given, out = draw.choice((0, 1, 2, 7, 16, 33)), draw.choice((0, 1, 2, 7, 16, 33))
+        x, weight = drawn_tensor([*lead, given], draw), drawn_tensor([given, out], draw)
+        bias = drawn_tensor([out], draw) if draw.random() < 0.7 else None
+        taken += products.takes_onednn(x, weight, bias)
+        exact = x.double() @ weight.double() + (0 if bias is None else bias.double())
+        assert close(products.multiply(x, weight, bias), exact), seed
+    assert taken > 300
+
+
+@pytest.mark.filterwarnings("ignore:grad and param do not obey")
+@pytest.mark.parametrize("op", ["linear", "addmm", "mm", "product", "deferred"])
+def test_derivatives_of_operands_in_any_layout_are_those_of_torch(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_LEAST_FLOPS", 1)
+    monkeypatch.setattr(weight_gradients, "_PIECE_BYTES", 40)
+    for seed in range(200):
+        draw = random.Random(seed)
+        rows, given, out = (draw.choice((1, 2, 7, 16)) for _ in range(3))
+        x, weight = drawn_tensor([rows, given], draw), drawn_tensor([given, out], draw)
+        bias, back = drawn_tensor([out], draw), drawn_tensor([rows, out], draw)
+        parts = (x, weight, bias)
+        mine, theirs = ([(t.detach() if t is parts[1] else t).requires_grad_() for t in parts] for _ in range(2))
+        first = drawn_tensor([given, out], draw)
+        mine[1].grad = first.clone() if draw.random() < 0.5 else None
+        before = 0 if mine[1].grad is None else mine[1].grad.double()
+        weight_of = mine[1]
+        later: list[WeightGradient] = []
+        if op == "linear":
+            made = products.kernel_of(torch.ops.aten.linear.default, {})(mine[0], weight_of.t(), mine[2])
+        elif op == "addmm":
+            made = products.kernel_of(torch.ops.aten.addmm.default, {})(mine[2], mine[0], weight_of)
+        elif op == "mm":
+            made = products.kernel_of(torch.ops.aten.mm.default, {})(mine[0], weight_of) + mine[2]
+        else:
+            made = product(mine[0], weight_of, mine[2], False)
+        exact = theirs[0].double() @ theirs[1].double() + theirs[2].double()
+        assert close(made, exact), seed
+        if op == "deferred":
+            with weight_gradients.deferring(later):
+                made.backward(back)
+            weight_gradients.add_all(later)
+        else:
+            made.backward(back)
+        expected = torch.autograd.grad(exact, theirs, back.double())
+        for number, (one, grad) in enumerate(zip(mine, expected, strict=True)):
+            assert one.grad is not None and close(one.grad, grad.double() + (before if number == 1 else 0)), (seed, op)

@@ -40,7 +40,7 @@ class Stores(RuleBasedStateMachine):
     def put(self, key: int, seed: int, count: int) -> None:
         given = tensors(seed, count)
         self.known.pop(key, None)
-        if self.store.put(key, seed, b"d", given):
+        if self.store.put(key, ((str(seed),), b""), b"d", given):
             self.known[key] = seed, [tensor.clone() for tensor in given]
         for tensor in given:
             tensor.zero_()  # the store has copies
@@ -67,7 +67,7 @@ class Stores(RuleBasedStateMachine):
             assert (entry is None) == (key not in self.known)
             if entry is not None:
                 seed, own = self.known[key]
-                assert entry.tag == seed and entry.digest == b"d"
+                assert entry.tag == ((str(seed),), b"") and entry.digest == b"d"
                 for found, expected in zip(entry.tensors, own, strict=True):
                     assert found.dtype == expected.dtype and torch.equal(found, expected)
 
@@ -97,7 +97,7 @@ def test_ten_times_more_samples_than_fit_stay_within_the_bounds(tmp_path: Path) 
             entry = store.get(key)
             assert entry is None or torch.equal(entry.tensors[0], row)
             if entry is None:
-                store.put(key, (), b"", [row])
+                store.put(key, ((), b""), b"", [row])
     assert (len(store), store.memory_used, store.disk_used) == (10, 320, 480)
     assert store._file is not None and os.fstat(store._file.fileno()).st_size <= 480
     assert list(tmp_path.iterdir()) == []  # the file has no name
@@ -105,11 +105,11 @@ def test_ten_times_more_samples_than_fit_stay_within_the_bounds(tmp_path: Path) 
 
 def test_a_record_that_was_changed_counts_as_missing() -> None:
     store = SampleStore(0, 1000)
-    store.put("a", (), b"", [torch.ones(8)])
+    store.put("a", ((), b""), b"", [torch.ones(8)])
     assert store._file is not None
     os.pwrite(store._file.fileno(), b"x", 5)
     assert store.get("a") is None and len(store) == 0
-    assert store.put("a", (), b"", [torch.ones(8)]) and store.get("a") is not None
+    assert store.put("a", ((), b""), b"", [torch.ones(8)]) and store.get("a") is not None
 
 
 def test_without_space_on_the_disk_a_warning_says_so_and_nothing_more_goes_there(
@@ -122,8 +122,8 @@ def test_without_space_on_the_disk_a_warning_says_so_and_nothing_more_goes_there
 
     monkeypatch.setattr(stores.os, "pwrite", full)
     with pytest.warns(UserWarning, match="no more activations are kept on disk"):
-        assert not store.put("a", (), b"", [torch.ones(8)])
-    assert not store.put("b", (), b"", [torch.ones(8)]) and store.put("c", (), b"", [torch.ones(2)])
+        assert not store.put("a", ((), b""), b"", [torch.ones(8)])
+    assert not store.put("b", ((), b""), b"", [torch.ones(8)]) and store.put("c", (), b"", [torch.ones(2)])
     assert store.get("a") is None and store.disk_used == 0
 
 
@@ -134,7 +134,7 @@ store = SampleStore(0, 1 << 24, sys.argv[1])
 print("begun", flush=True)
 key = 0
 while True:
-    store.put(key % 300, (), b"", [torch.ones(4096)])
+    store.put(key % 300, ((), b""), b"", [torch.ones(4096)])
     key += 1
 """
 

@@ -119,7 +119,7 @@ def test_a_load_ends_an_iteration_from_before_it() -> None:
     batches = iter(sampler_of(position, range(10), 4, 0, shuffle=True, drop_last=False))
     next(batches)
     position.load(position.state(), {})
-    with pytest.raises(UsageError, match="loaded while batches"):
+    with pytest.raises(UsageError, match="a checkpoint was loaded"):
         next(batches)
 
 

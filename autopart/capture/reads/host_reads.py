@@ -64,7 +64,7 @@ class Questions:
 
     def hold(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Return whether a batch of as many rows gives the same answers.  Stops at the first one that differs."""
-        reader = Reader(tensors, self.device, copies=any(question.writes for question in self.asked))
+        reader = Reader(tensors, self.device)
         return all(_same_answer(value, reader.answer(q)) for q, value in zip(self.asked, self.values, strict=True))
 
 

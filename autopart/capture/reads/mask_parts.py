@@ -29,7 +29,7 @@ _SAME_NUMBERS = {
 Ask = Callable[[Callable[..., bool], Sequence[fx.Node]], bool | None]
 """Asks whether something holds for the values of nodes; None if they depend on more than inputs and constants."""
 Written = Callable[..., bool]
-"""Whether ops write to the memory of a node in place, without those of a second node if one is given."""
+"""Whether ops write to the memory of a node in place, as `questions.Origins.is_written`."""
 
 
 @dataclass(frozen=True)
@@ -74,15 +74,18 @@ def is_hiding(number: Any) -> bool:
 
 
 def _split(part: Part, written: Written) -> list[Part] | None:
-    """Return the operands that hide together what an op's result hides; None for any other op."""
+    """Return the operands that hide together what an op's result hides; None for any other op.
+
+    The numbers of the operands count as they were when the op ran: None if one, or the result, is written to later."""
     node = part.node
     args: Any = node.args
     boolean = node.meta["val"].dtype is torch.bool
+    read = node.all_input_nodes
+    if not all("val" in each.meta for each in read) or any(written(each, None, node) for each in (node, *read)):
+        return None
     if node.target in _FILLS and not boolean:
         zeros = args[0].target in _ZEROS and not written(args[0], node)
         return [Part(args[1], True)] if zeros and is_hiding(args[2]) else None
-    if written(node) or not all("val" in each.meta for each in node.all_input_nodes):
-        return None
     operands = all(isinstance(arg, fx.Node) and (arg.meta["val"].dtype is torch.bool) is boolean for arg in args)
     if node.target in _NOT and boolean and operands:
         return [Part(args[0], not part.hides)]

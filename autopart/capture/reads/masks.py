@@ -51,7 +51,7 @@ class Effect(StrEnum):
 
 
 class Masks:
-    """Judges each attention mask of a traced program once.
+    """Judges each attention mask of a traced program once, and again after ops wrote to it in place.
 
     given: effects of the masks in the order in which attention meets them, to take over from another capture; None to
     ask.  found: the effects so far.
@@ -60,7 +60,7 @@ class Masks:
     def __init__(self, given: tuple[str, ...] | None) -> None:
         self._given = given or ()
         self.found: list[str] = []
-        self._known: dict[fx.Node, Effect] = {}
+        self._known: dict[fx.Node, tuple[Effect, fx.Node]] = {}  # by mask, with the last op when it was judged
         self._biases: dict[fx.Node, torch.Tensor] = {}
 
     def note(self, node: fx.Node, args: Sequence[Any]) -> None:
@@ -78,12 +78,15 @@ class Masks:
         if given.get("is_causal") or given["query"].dim() < 3:
             return args, kwargs
         node = whole(node, written)
-        if node not in self._known:
+        if node not in self._known or written(node, None, self._known[node][1]):
             place = len(self.found)
             known = self._given[place] if place < len(self._given) else None
-            self._known[node] = Effect(known) if known else self._effect(node, pair, ask, written)
-            self.found.append(self._known[node])
-        effect = self._known[node]
+            self._known[node] = (
+                Effect(known) if known else self._effect(node, pair, ask, written),
+                next(iter(reversed(node.graph.nodes))),
+            )
+            self.found.append(self._known[node][0])
+        effect = self._known[node][0]
         if effect is Effect.OTHER:
             return args, kwargs
         given |= {"attn_mask": self._biases.get(node) if effect is Effect.BIAS else None}
@@ -96,7 +99,9 @@ class Masks:
         if found is not Effect.OTHER or split is None or node not in self._biases or written(node):
             return found
         bias = self._biases[node]
-        if bias.dtype is not node.meta["val"].dtype or bias.dim() < 2 or written(split[0]):
+        if bias.dtype is not node.meta["val"].dtype or bias.dim() < 2:
+            return found
+        if any(written(each, None, node) for each in split):
             return found
         return Effect.BIAS if _effect(split[1], pair, ask, written) is Effect.NONE else Effect.OTHER
 

@@ -22,6 +22,8 @@ from autopart.capture.reads.late import late, whole
 _HOST = torch.device("cpu")
 _EXACT = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 """Types whose arithmetic is the same on every device."""
+_Results = dict[tuple[torch.device, int], Any]
+"""Results of ops, by device and number of the op."""
 
 
 @dataclass(frozen=True)
@@ -92,13 +94,13 @@ class Reader:
     """Answers questions about one batch and runs each op once.
 
     A question is answered on the device of the model, as the model would.  One that is exact, about inputs that lie in
-    the host's memory, is answered there: then nothing waits for the device.  copies: whether inputs are copied, since
-    an op may write to them.
+    the host's memory, is answered there: then nothing waits for the device.  Where an op on the way writes in place,
+    the question has results of its own, since another one may be about what was there before.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], device: torch.device, *, copies: bool = True) -> None:
-        self._tensors, self._device, self._copies = tensors, device, copies
-        self._results: dict[tuple[torch.device, int], Any] = {}
+    def __init__(self, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
+        self._tensors, self._device = tensors, device
+        self._shared: _Results = {}
 
     def place(self, question: Question) -> torch.device:
         """Return the device on which a question is answered."""
@@ -106,38 +108,38 @@ class Reader:
         return _HOST if at_hand else self._device
 
     def answer(self, question: Question) -> Any:
-        """Return the Python value that was asked for.  Earlier questions must have been answered first."""
+        """Return the Python value that was asked for."""
         place = self.place(question)
+        found: _Results = {} if question.writes else self._shared
         with torch.no_grad():
-            if question.writes:  # to what others are made of
-                self._results = {key: whole(result) for key, result in self._results.items()}
             for step in question.steps:
-                if (place, step.number) not in self._results:
-                    self._results[place, step.number] = self._run(step, place, question)
-            args = self._filled(question.args, place)
+                if (place, step.number) not in found:
+                    found[place, step.number] = self._run(step, place, question, found)
+            args = _filled(question.args, place, found)
             if not getattr(question.read, "takes_late", False):
                 args = pytree.tree_map(whole, args)
             return question.read(*args)
 
-    def _run(self, step: _Step, place: torch.device, question: Question) -> Any:
+    def _run(self, step: _Step, place: torch.device, question: Question, found: _Results) -> Any:
         if step.call is None:
-            return self._tensors[step.args[0]].detach().to(place, copy=self._copies)
+            return self._tensors[step.args[0]].detach().to(place, copy=question.writes)
         if step.call is torch.clone:
             return step.args[0].to(place, copy=True)
-        args, kwargs = self._filled(step.args, place), self._filled(dict(step.kwargs), place)
-        found = late(step.call, args, kwargs) if question.exact and not question.writes else None
-        if found is not None:
-            return found
+        args, kwargs = _filled((step.args, dict(step.kwargs)), place, found)
+        made = late(step.call, args, kwargs) if question.exact and not question.writes else None
+        if made is not None:
+            return made
         args, kwargs = pytree.tree_map(whole, (args, kwargs))
         return step.call(*args, **kwargs)
 
-    def _filled(self, value: Any, place: torch.device) -> Any:
-        def fill(leaf: Any) -> Any:
-            if isinstance(leaf, Operand):
-                return self._results[place, leaf.number]
-            return place if isinstance(leaf, torch.device) else leaf
 
-        return pytree.tree_map(fill, value, is_leaf=lambda leaf: isinstance(leaf, Operand))
+def _filled(value: Any, place: torch.device, found: _Results) -> Any:
+    def fill(leaf: Any) -> Any:
+        if isinstance(leaf, Operand):
+            return found[place, leaf.number]
+        return place if isinstance(leaf, torch.device) else leaf
+
+    return pytree.tree_map(fill, value, is_leaf=lambda leaf: isinstance(leaf, Operand))
 
 
 class Origins:
@@ -166,10 +168,11 @@ class Origins:
         nodes = [value for value in pytree.tree_leaves(written) if isinstance(value, fx.Node)]
         self._writers.append((node, frozenset().union(*map(_memory, nodes))))
 
-    def is_written(self, node: fx.Node, without: fx.Node | None = None) -> bool:
-        """Return whether ops, other than `without`, change the memory of a node's results in place."""
+    def is_written(self, node: fx.Node, without: fx.Node | None = None, since: fx.Node | None = None) -> bool:
+        """Return whether ops change the memory of a node's results in place: others than `without`, behind `since`."""
         own = _memory(node)
-        return any(written & own for writer, written in self._writers if writer is not without)
+        writers = (pair for pair in self._writers if pair[0] is not without and (since is None or since < pair[0]))
+        return any(written & own for _, written in writers)
 
     def question(self, read: Callable[..., Any], args: Any, op: str, where: str) -> Question | str:
         """Return the question that `read` asks of the values of nodes in `args`.

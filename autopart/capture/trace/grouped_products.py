@@ -14,6 +14,7 @@ import torch
 
 _FALLBACK = "transformers.grouped_mm_fallback.default"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DENSE = torch.contiguous_format
 _ALIGNED = 16
 """Bytes that divide the steps between rows that the kernel takes."""
 _CAPABILITY = (8, 0)
@@ -36,7 +37,8 @@ def grouped_product(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tens
         return traced(rows, matrices, ends)
     found: Any = torch.ops.aten._grouped_mm(rows, matrices, ends.to(torch.int32))
     if found.requires_grad:  # the gradient may be expanded from a sum
-        found.register_hook(lambda grad: grad if _is_aligned(grad) else grad.contiguous())
+        # a copy: one row is contiguous, however long the step to the next one
+        found.register_hook(lambda grad: grad if _is_aligned(grad) else grad.clone(memory_format=_DENSE))
     result: torch.Tensor = found
     return result
 

@@ -34,18 +34,20 @@ _AT_A_TIME = 16
 @dataclass(frozen=True, slots=True)
 class Group:
     """A parameter group of an optimizer.  options: as `values.encoded` writes them, equal on every rank.  names: of
-    its parameters on all ranks, tied ones once."""
+    its parameters on all ranks, tied ones once.  kind: the name of the optimizer's class, "" for that of the state."""
 
     options: dict[str, Any]
     names: tuple[str, ...]
+    kind: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
-    """The state of an optimizer that is not a tensor.
+    """The state of one or several optimizers that is not a tensor.
 
-    kind: the name of its class.  values: state other than tensors, by parameter and key (`values.encoded`).  tensors:
-    by parameter the keys of its tensors; tensor k of parameter p is stored as "optimizer/k/p"."""
+    kind: the names of their classes.  groups: of one optimizer after the other.  values: state other than tensors, by
+    parameter and key (`values.encoded`).  tensors: by parameter the keys of its tensors; tensor k of
+    parameter p is stored as "optimizer/k/p"."""
 
     kind: str
     groups: tuple[Group, ...]
@@ -54,12 +56,21 @@ class OptimizerState:
 
 
 @dataclass(frozen=True, slots=True)
+class SchedulerState:
+    """The state of one of several schedulers, and the numbers of the parameter groups that it drove, () for all."""
+
+    groups: tuple[int, ...]
+    state: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class Document:
     """A checkpoint without its tensors.
 
     step: training steps taken.  seed: of random numbers by key.  world: ranks that wrote it.  files: every file with
     tensors, and `config.json` where the model has one.  plan: the plan it was trained under, as in a plan file.
-    scheduler, companions, extra: as `values.encoded` writes them.
+    scheduler, companions, extra: as `values.encoded` writes them; where there were several optimizers or schedulers, a
+    state of each.
     """
 
     step: int
@@ -72,7 +83,7 @@ class Document:
     precision: str = "fp32"
     scaler: dict[str, Any] | None = None
     optimizer: OptimizerState | None = None
-    scheduler: Any = None
+    scheduler: dict[str, Any] | tuple[SchedulerState, ...] | None = None
     companions: dict[str, Any] = field(default_factory=dict)
     extra: Any = None
     plan: dict[str, Any] | None = None

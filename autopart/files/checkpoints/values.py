@@ -47,7 +47,7 @@ def encoded(value: Any, name: str, tensors: dict[str, torch.Tensor] | None = Non
     raise CheckpointError(
         f"{name} cannot be saved: it is a {type(value).__module__}.{type(value).__qualname__}",
         why="checkpoints hold JSON and tensors, never pickled objects",
-        fix="keep it as numbers, texts, lists and dicts, and make the object from them after the load",
+        fix="keep it as numbers, texts, dicts and lists (tensor.tolist()), and make the object from them later",
     )
 
 

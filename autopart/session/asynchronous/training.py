@@ -25,6 +25,7 @@ from autopart.session.executors.executor import Executor
 from autopart.session.ranks.agreement import FAILURES
 from autopart.session.ranks.call_sync import AS_BEFORE, END, Given
 from autopart.session.session import Session
+from autopart.session.state.sampler import DataPosition
 from autopart.session.step.batch_counts import weighted_loss
 
 _LEFT = "Stages may be some updates apart, and buffers as they were at the last flush"
@@ -35,6 +36,7 @@ class _Fetched:
     """A batch that was taken from this rank's iterable.
 
     settle: waits for what all ranks were given.  about: number of the batch whose loss came with it, -1 if none did.
+    taken: whether there is one, good or not.
     """
 
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
@@ -43,6 +45,7 @@ class _Fetched:
     ended: bool
     about: int
     settle: Callable[[], Given]
+    taken: bool
 
 
 @dataclass
@@ -60,11 +63,20 @@ class _Live:
 class Training:
     """One call of `pipe.train`.
 
-    step: counts a step and returns its number, for random numbers.  update: steps the optimizer of this rank.
+    position: in the data.  steps: returns the number of steps taken, for random numbers.  count: counts one.  update:
+    steps the optimizer of this rank.
     """
 
-    def __init__(self, session: Session, step: Callable[[], int], update: Callable[[], None]) -> None:
-        self._session, self._step, self._update = session, step, update
+    def __init__(
+        self,
+        session: Session,
+        position: DataPosition,
+        steps: Callable[[], int],
+        count: Callable[[], None],
+        update: Callable[[], None],
+    ) -> None:
+        self._session, self._position = session, position
+        self._steps, self._count, self._update = steps, count, update
         self._ahead = len(session.plan.stages) + 1
         self._home = session.home(session.graph.outputs[0])
         rhythm = streaming_of(session.plan.decision)
@@ -81,6 +93,13 @@ class Training:
 
     def losses(self, batches: Iterable[Any]) -> Iterator[torch.Tensor]:
         """Yield the loss of each batch, in order, when all ranks know it.  Collective."""
+        try:
+            yield from self._losses(batches)
+        finally:
+            if not self._over:  # the loop was left: batches that were taken ahead come again
+                self._position.drop()
+
+    def _losses(self, batches: Iterable[Any]) -> Iterator[torch.Tensor]:
         source, more = iter(batches), True
         while more:
             self._require_going_on()
@@ -134,6 +153,8 @@ class Training:
             self._fetched.append(self._fetch(source))
             calls.looked_at_late = wanted > 1
         given = self._fetched.popleft()
+        if given.taken:
+            self._position.advance()  # also over one that is refused: `train` goes on with the next
         found = given.settle()
         self._learn(given.about, found)
         if found.ended:
@@ -150,12 +171,15 @@ class Training:
         session, failure = self._session, None
         batch, signature, counts = None, "", None
         arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((None,), {})
+        taken = False
         ended = bool(self._fetched) and self._fetched[-1].ended
         set_activity("taking a batch from the iterable of train")
         try:
             arguments = ((END if ended else next(source, END),), {})
             ended = arguments[0][0] is END
             if not ended:
+                self._position.take()
+                taken = True
                 batch, signature, counts, failure = session.own_batch("step", arguments, sharded=False)
         except FAILURES as error:
             failure = error
@@ -165,16 +189,14 @@ class Training:
             version=session.captures.version, rows=(batch.rows or 0) if batch is not None else 0,
             counts=counts, ended=ended, loss=self._own_loss(about),
         )  # fmt: skip
-        return _Fetched(arguments, batch, signature, ended, about, settle)
+        return _Fetched(arguments, batch, signature, ended, about, settle, taken)
 
     def _enter(self, given: _Fetched, found: Given) -> None:
         """Let a batch enter, behind those of its kind; others leave first."""
         kind = found.signature, found.rows, self._session.captures.version
-        step = self._step()
+        step = self._steps()
         live = self._live
-        if live is not None and not (
-            kind == live.kind and found.counts and not (found.missing and live.executor.stand_in is None)
-        ):
+        if live is not None and (kind != live.kind or (found.missing and live.executor.stand_in is None)):
             self._empty()
             live = None
         if live is None:
@@ -184,6 +206,7 @@ class Training:
             plan = self._next_plan(live, given.batch, found, step)
         live.shares[self._entered] = [share[0] for share in plan.shares.get(self._home, ())][live.engine.turn :]
         live.engine.spans = self._session.spans
+        self._count()
         live.engine.enter(plan)
         self._entered += 1
 
@@ -203,6 +226,7 @@ class Training:
             assert live.executor.stand_in is not None
             batch = with_rows(live.executor.stand_in, live.kind[1])
         before, key = live.engine.turn, (self._session.options.seed, step)
+        # not counted: those that were taken before the first of their kind
         live.executor.agree(batch, found.counts, before=before)
         return live.executor.plan(batch, key, before=before)
 
@@ -242,6 +266,7 @@ class Training:
 
     def _drop_fetched(self) -> None:
         """Forget the batches that were taken ahead, and what is wrong with them: all ranks have told of as many."""
+        self._position.drop()
         while self._fetched:
             try:
                 self._fetched.popleft().settle()

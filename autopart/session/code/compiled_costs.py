@@ -64,8 +64,9 @@ def compiled_costs(captured: Captured, device: Device) -> CostedGraph:
 
 
 def _key(graph: Graph, device: Device) -> str:
-    """Return a name for a program on this machine."""
-    return hashlib.sha256(f"{environment(device)}\n{graph.shape_digest()}".encode()).hexdigest()
+    """Return a name for a program on this machine.  Segments end where the layer changes, so modules count."""
+    modules = [op.module for op in graph.ops]
+    return hashlib.sha256(f"{environment(device)}\n{graph.shape_digest()}\n{modules}".encode()).hexdigest()
 
 
 def _with_costs(graph: Graph, costs: Sequence[OpCost]) -> Graph:

@@ -6,7 +6,7 @@ Methods that move data between ranks are collective: call them on all ranks, in 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,9 +23,11 @@ from autopart.session.asynchronous.limits import refuse_in_training, require_str
 from autopart.session.asynchronous.training import Training
 from autopart.session.pipe.measured import PipeMeasured, gathered
 from autopart.session.session import Session
-from autopart.session.state.checkpoints.around import Around, HasState
+from autopart.session.state.checkpoints.around import Around
+from autopart.session.state.checkpoints.optimizers import GivenOptimizer, optimizers_of
 from autopart.session.state.checkpoints.rescue import Kept, Rescue
 from autopart.session.state.checkpoints.saver import Request, Saver, require_folder
+from autopart.session.state.checkpoints.schedulers import GivenScheduler, schedulers_of
 from autopart.session.state.misuse_guards import (
     outside_inference_mode,
     refuse_without_gradients,
@@ -121,7 +123,7 @@ class Pipe(PipeMeasured):
         scaler, how = self.scaler, self._options.non_finite
         known = 1.0 if scaler is None else scaler.scale
         unscaled = known if scaler is not None or how != "auto" else None
-        with self._meter.step(session):
+        with self._meter.step(session), self._position.counting(*args, *kwargs.values()):
             loss, overflow = session.loss(
                 "step", (args, kwargs), self._steps, sharded=sharded, scale=known * factor, unscaled=unscaled,
                 samples=samples,
@@ -129,7 +131,6 @@ class Pipe(PipeMeasured):
         self._meter.loss = loss
         self._steps += 1
         self._speeds.note(session.computed_ns)
-        self._position.advance()
         self._mark_trained()
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if overflow else 0
         if scaler is not None:
@@ -150,7 +151,7 @@ class Pipe(PipeMeasured):
         The loop over the losses is collective, and each rank passes the same number of batches; they may be None where
         `needs_data` is False.  A few batches are taken ahead.
 
-        optimizer: called on every rank with the list of its parameters; it may return an existing optimizer.
+        optimizer: called on every rank with the list of its parameters; it may return an existing one, or a list.
         scheduler: called with that optimizer; its result is stepped after every step of the optimizer.  Clipping by a
         norm over all stages is refused, since all gradients never exist at one time; a rank's optimizer may clip its
         own.
@@ -179,7 +180,9 @@ class Pipe(PipeMeasured):
             self._training.end("another call of pipe.train")
         made = optimizer([parameter for _, parameter in self.named_parameters()])
         following = scheduler(made) if scheduler is not None else None
-        self._training = Training(session, self._count_step, partial(_stepped, made, following))
+        paced = following if isinstance(following, list | tuple) else [] if following is None else [following]
+        update = partial(_stepped, [*optimizers_of(made), *paced])
+        self._training = Training(session, self._position, lambda: self._steps, self._count_step, update)
         session.flush = self._training.flush
         return (without_backward(loss) for loss in self._training.losses(mode))
 
@@ -189,12 +192,9 @@ class Pipe(PipeMeasured):
         with self.session.calls.collective("a flush failed"):
             self.session.flush()
 
-    def _count_step(self) -> int:
-        """Return the number of the step that begins."""
+    def _count_step(self) -> None:
         self._steps += 1
-        self._position.advance()
         self._mark_trained()
-        return self._steps - 1
 
     def eval_loss(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the loss of a batch with the model in eval mode, without gradients.  Only the first rank of the first
@@ -216,8 +216,8 @@ class Pipe(PipeMeasured):
     def save(
         self,
         folder: str | os.PathLike[str],
-        optimizer: torch.optim.Optimizer | None = None,
-        scheduler: HasState | None = None,
+        optimizer: GivenOptimizer = None,
+        scheduler: GivenScheduler = None,
         extra: Any = None,
         *,
         keep: int | None = None,
@@ -230,15 +230,16 @@ class Pipe(PipeMeasured):
         `checkpoint.json`.  It appears under its name only when it is complete; a crash at any time leaves the previous
         one.  Gradients are not saved: call it after `optimizer.step()`.
 
-        optimizer: this rank's; its state is saved under the parameters' names.  scheduler: a learning rate scheduler,
-        alike on every rank.  extra: numbers, texts, lists and dicts; those of rank 0 are saved.  keep: delete all but
-        the newest `keep` checkpoints afterwards.  wait: False copies the state to host memory and writes it in the
-        background; a failure there is raised by the next call on all ranks, and `close` waits.
+        optimizer: this rank's, or a list of them; the state is saved under the parameters' names.  scheduler: a
+        learning rate scheduler, or a list of them, alike on every rank.  extra: numbers, texts, lists and dicts; those
+        of rank 0 are saved.  keep: delete all but the newest `keep` checkpoints afterwards.  wait: False copies the
+        state to host memory and writes it in the background; a failure there is raised by the next call on all ranks,
+        and `close` waits.
 
         Raises CheckpointError on all ranks; the pipe and earlier checkpoints are then as before.
         """
         require_folder(folder, keep)
-        self._follow(kept := Kept(folder, optimizer, scheduler, extra))
+        self._follow(kept := Kept(folder, optimizers_of(optimizer), schedulers_of(scheduler), extra))
         with self.session.call("save") as session:
             request = Request(Path(folder), extra, keep, wait)
             return self._saver.save(session, self._around(kept), request)
@@ -246,8 +247,8 @@ class Pipe(PipeMeasured):
     def load(
         self,
         folder: str | os.PathLike[str],
-        optimizer: torch.optim.Optimizer | None = None,
-        scheduler: HasState | None = None,
+        optimizer: GivenOptimizer = None,
+        scheduler: GivenScheduler = None,
         *,
         missing_ok: bool = False,
     ) -> Any:
@@ -261,7 +262,7 @@ class Pipe(PipeMeasured):
         missing_ok: True to change nothing and return None, instead of raising, if rank 0 finds no checkpoint there.
         """
         require_folder(folder, None)
-        kept = Kept(folder, optimizer, scheduler)
+        kept = Kept(folder, optimizers_of(optimizer), schedulers_of(scheduler))
         with self.session.call("load") as session:
             document, extra = self._saver.load(session, folder, self._around(kept), missing_ok=missing_ok)
         if document is not None:
@@ -273,7 +274,7 @@ class Pipe(PipeMeasured):
 
     def _around(self, kept: Kept) -> Around:
         scaler = self.scaler.state_dict() if self.scaler is not None else None
-        return Around(self._steps, scaler, kept.optimizer, kept.scheduler, self.companions, self._placeholder)
+        return Around(self._steps, scaler, kept.optimizers, kept.schedulers, self.companions, self._placeholder)
 
     def _follow(self, kept: Kept) -> None:
         self._rescue.follow(kept, self._around(kept), self.session.world.rank)
@@ -386,7 +387,6 @@ class Pipe(PipeMeasured):
         self.close(sync=kind is None)
 
 
-def _stepped(optimizer: Any, scheduler: Any) -> None:
-    optimizer.step()
-    if scheduler is not None:
-        scheduler.step()
+def _stepped(each: Sequence[Any]) -> None:
+    for one in each:
+        one.step()

@@ -6,8 +6,6 @@ import os
 from collections.abc import Mapping
 from functools import partial
 
-import torch
-
 from autopart.capture import CaptureCache
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import UsageError
@@ -22,6 +20,7 @@ from autopart.session.replanning.replan import Replanned, replan, state_bytes_of
 from autopart.session.replanning.speeds import Speeds, slowed
 from autopart.session.session_plan import Preparing
 from autopart.session.state.checkpoints.contents import driven_names
+from autopart.session.state.checkpoints.optimizers import GivenOptimizer, optimizers_of
 from autopart.session.state.misuse_guards import short_tracebacks
 from autopart.session.step.kept.activations import AutoCache
 
@@ -52,15 +51,15 @@ class PipePlan(PipeState):
         _, plan, graph = self._facts
         return f"{stage_table(plan, graph)}captures of this rank: {self._captures.kept}, {self._captures.made} made\n"
 
-    def adopt(self, plan: Plan | str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None) -> None:
+    def adopt(self, plan: Plan | str | os.PathLike[str], optimizer: GivenOptimizer = None) -> None:
         """Continue under another plan for the same model, batch and number of ranks.
 
         Call it between two steps, on every rank; rank 0's plan is used.  Weights, buffers and accumulated gradients
         move to the ranks that need them, and `parameters()` yields others afterwards.
 
-        optimizer: this rank's; it stays the same object, with its groups.  Its state moves directly from rank to rank,
-        and its scheduler continues.  Without it make a new optimizer from `parameters()`: the old one is refused if
-        this rank now has other parameters.
+        optimizer: this rank's, or a list of them; they stay the same objects, with their groups.  Their state moves
+        directly from rank to rank, and schedulers continue.  Without it make a new optimizer from `parameters()`: the
+        old one is refused if this rank now has other parameters.
 
         A plan that does not fit raises PlanError or UsageError, and nothing changes.  A running `train` is flushed, and
         ended by another plan.
@@ -71,7 +70,7 @@ class PipePlan(PipeState):
 
     def replan(
         self,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: GivenOptimizer = None,
         *,
         steps: int | None = None,
         cache: AutoCache | None = None,
@@ -97,7 +96,7 @@ class PipePlan(PipeState):
         """
         if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 0):
             raise UsageError(f"steps is {steps!r}", fix="pass how many training steps remain")
-        sizes = state_bytes_of(optimizer, driven_names(self.session, self._placeholder))
+        sizes = state_bytes_of(optimizers_of(optimizer), driven_names(self.session, self._placeholder))
         slowness = self._speeds.judge()
         machines = slowed(self._cluster, slowness)
         found = replan(self.session, machines, steps, sizes, self._preparing(optimizer), cache)
@@ -118,7 +117,7 @@ class PipePlan(PipeState):
         if self._training is not None:
             self._training.end(call)
 
-    def _preparing(self, optimizer: torch.optim.Optimizer | None) -> Preparing:
-        if optimizer is None:
+    def _preparing(self, optimizer: GivenOptimizer) -> Preparing:
+        if not (optimizers := optimizers_of(optimizer)):
             return lambda: lambda _: None
-        return partial(carrying, self.session, optimizer, self._placeholder)
+        return partial(carrying, self.session, optimizers, self._placeholder)

@@ -65,7 +65,7 @@ def behind_frozen(session: Session, cluster: Cluster, cache: AutoCache, options:
     """
     captures, batch = session.captures, session.batch.plain
     _refuse_options(options)
-    code = frozen_code(captures, batch, max(session.plan.micro_rows))
+    code = frozen_code(captures, batch, max(session.plan.micro_rows), session.world.device)
     if not code.values:
         return "no layer is frozen whose activations could be kept"
     if any(code.captured.tensors[name].is_meta for name in code.tensors):

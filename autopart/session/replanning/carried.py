@@ -21,7 +21,7 @@ from autopart.session.executors.executor import RankContext
 from autopart.session.ranks.agreement import together
 from autopart.session.session import Session
 from autopart.session.state.checkpoints.contents import driven_names
-from autopart.session.state.checkpoints.optimizers import adopt_state, joined, part_of
+from autopart.session.state.checkpoints.optimizers import Optimizers, adopt_state, groups_with, joined, part_of
 
 _MOVING = "moving the optimizer's state to another plan"
 T = TypeVar("T")
@@ -42,10 +42,8 @@ class Kind:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def carrying(
-    session: Session, optimizer: torch.optim.Optimizer, placeholder: nn.Parameter
-) -> Callable[[RankContext], None]:
-    """Check this rank's optimizer, and return what moves its state once the ranks hold what another plan gives them.
+def carrying(session: Session, optimizers: Optimizers, placeholder: nn.Parameter) -> Callable[[RankContext], None]:
+    """Check this rank's optimizers, and return what moves its state once the ranks hold what another plan gives them.
 
     placeholder: the parameter of a rank that trains none.  Collective, and so is what is returned.  Raises UsageError
     on all ranks, before anything is changed, for state that has no name, and for optimizers that differ between ranks.
@@ -54,7 +52,7 @@ def carrying(
     with together(world, _MOVING):
         names = driven_names(session, placeholder)
         try:
-            part = part_of(optimizer, names)
+            part = part_of(optimizers, names)
         except CheckpointError as error:
             raise _not_carried(error) from error
     kinds = {key: Kind(tuple(tensor.shape), tensor.dtype) for key, tensor in part.tensors.items()}
@@ -82,7 +80,7 @@ def carrying(
         found = spread(having, {key: wanting.get(key[0], ()) for key in where}, sizes)
         routes = [(_joined(key), source, target) for key, source, target in found]
         move_tensors(world, routes, {_joined(key): tensor for key, tensor in {**part.tensors, **arriving}.items()})
-        _give(optimizer, whole, {**part.tensors, **arriving}, _kept(session, context, optimizer, names), placeholder)
+        _give(optimizers, whole, {**part.tensors, **arriving}, _kept(session, context, optimizers, names), placeholder)
 
     return moved
 
@@ -108,15 +106,15 @@ def _joined(key: Key) -> str:
 
 
 def _kept(
-    session: Session, context: RankContext, optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+    session: Session, context: RankContext, optimizers: Optimizers, names: Mapping[int, str]
 ) -> dict[str, nn.Parameter]:
-    """Return the parameters that this rank's optimizer may update now, by name: those that it keeps, and, of what it
+    """Return the parameters that this rank's optimizers may update now, by name: those that it keeps, and, of what it
     has, those that no stage uses."""
     rank, placement = session.world.rank, context.placement
     kept = {name: t for name, t in context.tensors.driven.items() if placement.keeps(rank, name)}
     unused = {
         name: parameter
-        for group in optimizer.param_groups
+        for _, group in groups_with(optimizers)
         for parameter in group["params"]
         if (name := names[id(parameter)]) and name not in placement.holders
     }
@@ -124,25 +122,27 @@ def _kept(
 
 
 def _give(
-    optimizer: torch.optim.Optimizer,
+    optimizers: Optimizers,
     whole: OptimizerState,
     tensors: Mapping[Key, torch.Tensor],
     kept: Mapping[str, nn.Parameter],
     placeholder: nn.Parameter,
 ) -> None:
-    """Put the parameters that this rank keeps now into the optimizer's groups, with their state.  Local."""
-    for group, saved in zip(optimizer.param_groups, whole.groups, strict=True):
+    """Put the parameters that this rank keeps now into the groups of the optimizers, with their state.  Local."""
+    groups = [group for _, group in groups_with(optimizers)]
+    for group, saved in zip(groups, whole.groups, strict=True):
         own = [name for name in saved.names if name in kept]
         group["params"] = [kept[name] for name in own]
         if "param_names" in group:
             group["param_names"] = own
-    if not any(group["params"] for group in optimizer.param_groups):
-        optimizer.param_groups[0]["params"] = [placeholder]
-        if "param_names" in optimizer.param_groups[0]:
-            optimizer.param_groups[0]["param_names"] = [""]
-    optimizer.state.clear()
+    if not any(group["params"] for group in groups):
+        groups[0]["params"] = [placeholder]
+        if "param_names" in groups[0]:
+            groups[0]["param_names"] = [""]
+    for optimizer in optimizers:
+        optimizer.state.clear()
     names = {id(parameter): name for name, parameter in kept.items()} | {id(placeholder): ""}
-    adopt_state(optimizer, names, [{}] * len(optimizer.param_groups), whole, tensors, {})
+    adopt_state(optimizers, names, [{}] * len(groups), whole, tensors, {})
 
 
 def _not_carried(error: CheckpointError) -> UsageError:

@@ -26,6 +26,7 @@ from autopart.session.replanning.known_costs import known_costs
 from autopart.session.replanning.moving import KeptBytes, Pairs, moved_bytes, predicted_s
 from autopart.session.session import Session
 from autopart.session.session_plan import Preparing
+from autopart.session.state.checkpoints.optimizers import Optimizers
 from autopart.session.step.kept.activations import AutoCache
 
 WORTH = 0.02
@@ -222,12 +223,11 @@ def _judged(proposal: _Proposal, steps: int | None, pause_s: float) -> tuple[boo
     )
 
 
-def state_bytes_of(optimizer: torch.optim.Optimizer | None, names: Mapping[int, str]) -> dict[str, int]:
-    """Return the bytes of an optimizer's state by parameter.  names: of parameters by identity."""
-    if optimizer is None:
-        return {}
+def state_bytes_of(optimizers: Optimizers, names: Mapping[int, str]) -> dict[str, int]:
+    """Return the bytes of the optimizers' state by parameter.  names: of parameters by identity."""
     return {
         names[id(parameter)]: sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor))
+        for optimizer in optimizers
         for parameter, state in optimizer.state.items()
         if id(parameter) in names
     }

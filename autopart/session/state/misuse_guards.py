@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
@@ -180,11 +180,8 @@ def watch_optimizers(
         driven = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
         earlier, was, drove = seen.get(optimizer, (None, set(), set()))
         mine = was if earlier is held else kept()  # looked at once a plan: this is before every step
-        another = earlier is not None and was != mine and drove == set(driven) and drove & was
-        still_idle = (
-            another and drove & mine and not any(p.numel() for g in optimizer.param_groups for p in g["params"])
-        )
-        if another and not still_idle:
+        left = drove & was if was != mine and drove == set(driven) else set()
+        if left - mine or (left and _unled(held, seen, mine - was)):
             raise UsageError(
                 "the optimizer was made before the plan was changed, for parameters that this rank no longer has",
                 why="it would not update the parameters that this rank received",
@@ -209,3 +206,9 @@ def watch_optimizers(
 
     handle = register_optimizer_step_pre_hook(before_step)
     return handle.remove
+
+
+def _unled(held: LocalTensors, optimizers: Iterable[torch.optim.Optimizer], new: set[int]) -> bool:
+    """Return whether no optimizer has some of the new parameters, by identity, that this rank trains."""
+    driven = {id(one) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
+    return bool({id(tensor) for tensor in held.driven.values() if tensor.requires_grad} & new - driven)

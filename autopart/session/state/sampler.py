@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import logging
+from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset, Sampler
 
-from autopart.ir.errors import UsageError
+from autopart.ir.errors import AutopartError, UsageError
 from autopart.session.state.companions import refusal, require_integer
+
+_log = logging.getLogger("autopart")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,24 +39,89 @@ class Order:
 class DataPosition:
     """How far training has come in its data; a companion of checkpoints.
 
-    It moves with the steps of the pipe, not with the batches that a loader takes ahead.
+    It moves with the batches that are given to the pipe, not with those that a loader takes ahead.  ahead: where it
+    will be after each batch that `Pipe.train` has taken and not given yet: a new iteration begins behind these.
     """
 
     def __init__(self) -> None:
         self.order: Order | None = None
         self.epoch = self.consumed = 0
-        self.loads = 0
-        """How often a checkpoint has set the position: an iterator from before it is stale."""
-        self.rows = self.end = 0
-        """Rows of a step, and samples after which the epoch ends, while an iterator is in use; 0: none is."""
+        self.ahead: deque[tuple[int, int]] = deque()
+        self.turn = 0
+        """Counts iterations, and whatever makes the one that is in use stale."""
+        self.rows = self.end = self.given = 0
+        """Rows of a batch, samples after which the epoch ends, and those that were handed out, while an iteration is in
+        use; 0: none is."""
+        self.dropped = False
+        self._refused: tuple[Any, ...] = ()
 
-    def advance(self) -> None:
-        """Count the samples of one step of the pipe, if its batches come from a sampler."""
+    @property
+    def next(self) -> tuple[int, int]:
+        """The epoch that the next batch is in, and the samples of it that come before."""
+        return self.ahead[-1] if self.ahead else (self.epoch, self.consumed)
+
+    def take(self) -> None:
+        """Note that a batch was taken ahead, if batches come from a sampler."""
+        if self.dropped:
+            raise UsageError(
+                "batches of a sampler are taken behind others that were dropped",
+                why="pipe.train had taken these ahead when it ended",
+                fix="iterate over the DataLoader again: it begins with them",
+            )
         if not self.end:
             return
-        self.consumed = min(self.consumed + self.rows, self.end)
-        if self.consumed == self.end:
-            self.epoch, self.consumed, self.end = self.epoch + 1, 0, 0
+        epoch, consumed = self.next
+        consumed = min(consumed + self.rows, self.end)
+        if consumed == self.end:
+            epoch, consumed, self.end = epoch + 1, 0, 0
+        self.ahead.append((epoch, consumed))
+
+    def drop(self) -> None:
+        """Forget the batches that were taken ahead: they come again."""
+        if self.ahead:
+            self.dropped, self.end, self.turn = True, 0, self.turn + 1
+            self.ahead.clear()
+
+    def advance(self) -> None:
+        """Count the samples of one batch that the pipe is given, if its batches come from a sampler."""
+        if not self.ahead:
+            self.take()
+        if self.ahead:
+            self.epoch, self.consumed = self.ahead.popleft()
+
+    @contextmanager
+    def counting(self, *batch: Any) -> Iterator[None]:
+        """Count the batch of a step at its end, also if it is refused, as a loop then goes on with the next; once if
+        the same objects are given again after that."""
+        again = bool(batch) and [*map(id, batch)] == [*map(id, self._refused)]
+        self._refused = ()
+        try:
+            yield
+        except AutopartError:
+            self._refused = batch
+            raise
+        finally:
+            if not again:
+                self.advance()
+
+    def begin(self, size: int, rows: int, *, drop_last: bool) -> tuple[int, int, int]:
+        """Begin an iteration: return the epoch, and the first and the last sample of it that come."""
+        epoch, first = self.next
+        if self.end and self.given == self.end > first:
+            _log.warning(
+                "%d samples of epoch %d come now that the sampler has handed out before, since no step was given them: "
+                "right after a loop that was left early; a batch that a loop skips, or takes ahead by itself, comes "
+                "twice", self.end - first, epoch,
+            )  # fmt: skip
+        end = first + (size - first) // rows * rows if drop_last else size
+        if end == first:  # less than a batch is left since `rows` changed, and drop_last leaves it out
+            epoch, first, end = epoch + 1, 0, size // rows * rows
+            if self.ahead:
+                self.ahead[-1] = epoch, first
+            else:
+                self.epoch, self.consumed = epoch, first
+        self.rows, self.end, self.given, self.dropped, self.turn = rows, end, first, False, self.turn + 1
+        return epoch, first, end
 
     def state(self) -> dict[str, Any]:
         """Return the order and the position; {} if no sampler was ever made."""
@@ -88,7 +158,8 @@ class DataPosition:
             return
         self.order = Order(state["size"], state["seed"], state["shuffle"])
         self.epoch, self.consumed, self.end = state["epoch"], state["consumed"], 0
-        self.loads += 1
+        self.ahead.clear()
+        self.turn += 1
 
 
 class PositionedSampler(Sampler[list[int]]):
@@ -104,13 +175,13 @@ class PositionedSampler(Sampler[list[int]]):
 
     @property
     def epoch(self) -> int:
-        """The epoch that the position is in, from 0."""
-        return self._position.epoch
+        """The epoch that the next iteration is in, from 0; behind the batches that `pipe.train` has taken ahead."""
+        return self._position.next[0]
 
     @property
     def consumed(self) -> int:
-        """How many samples of this epoch the pipe has stepped over."""
-        return self._position.consumed
+        """How many samples of this epoch come before the next iteration."""
+        return self._position.next[1]
 
     def __len__(self) -> int:
         """Return the number of batches that are left in this epoch."""
@@ -133,24 +204,21 @@ class PositionedSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         self._require_same()
-        position = self._position
-        first, count = position.consumed, len(self)
-        if not count:  # less than a batch is left since `rows` changed, and drop_last leaves it out
-            position.epoch, position.consumed, first = position.epoch + 1, 0, 0
-            count = len(self)
-        end = first + count * self._rows if self._drop_last else self._order.size
-        position.rows, position.end = self._rows, end
-        return self._batches(self._order.of(position.epoch)[first:end], position.loads)
+        epoch, first, end = self._position.begin(self._order.size, self._rows, drop_last=self._drop_last)
+        return self._batches(self._order.of(epoch)[first:end], self._position.turn)
 
-    def _batches(self, indices: torch.Tensor, loads: int) -> Iterator[list[int]]:
+    def _batches(self, indices: torch.Tensor, turn: int) -> Iterator[list[int]]:
         for first in range(0, len(indices), self._rows):
-            if self._position.loads != loads:
+            if self._position.turn != turn:
                 raise UsageError(
-                    "a checkpoint was loaded while batches of a sampler were taken",
-                    why="the rest of this iteration belongs to the position before the load",
-                    fix="load first, then iterate over the DataLoader",
+                    "batches of a sampler are taken, and its position was set since the iteration began",
+                    why="a checkpoint was loaded, another iteration began, or pipe.train dropped batches; the rest of "
+                    "this one belongs to the position before",
+                    fix="load first, then iterate over the DataLoader, once at a time",
                 )
-            yield indices[first : first + self._rows].tolist()
+            own = indices[first : first + self._rows].tolist()
+            self._position.given += len(own)
+            yield own
 
     def _require_same(self) -> None:
         stands = self._position.order

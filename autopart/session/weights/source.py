@@ -10,7 +10,7 @@ from autopart.capture.guards import tied_names
 from autopart.capture.trained import Trained
 from autopart.ir.errors import RefusedError, UsageError
 from autopart.runtime.tensors import without_values
-from autopart.session.weights.initial import initial_values, require_initialiser
+from autopart.session.weights.initial import initial_values, require_initialiser, require_no_leftovers
 from autopart.session.weights.stored import StoredValues
 
 INITIAL = "init"
@@ -31,7 +31,7 @@ class Weights:
         every = {name: t for pairs in (model.named_parameters(), model.named_buffers()) for name, t in pairs}
         self.wanted = {name: tensor for name, tensor in every.items() if tensor.is_meta}
         self._stored = StoredValues(weights) if weights != INITIAL else None
-        if self._stored is not None and not self._stored.by_own_names and (first := model.own_loading()):
+        if self._stored is not None and not self._stored.by_own_names and (first := model.own_loading_changes()):
             raise RefusedError(
                 f"the weights in {weights} would not go through the loading of the model",
                 where=f"module {first}",
@@ -43,6 +43,7 @@ class Weights:
         tied, state = tied_names(model), model.tensors()
         self._saved = saved = {tied.get(name, name) for name in state}
         self._made_here = {name for name in self.wanted if self._stored is None or name not in saved}
+        require_no_leftovers(model, seed)
         require_initialiser(model, {name: self.wanted[name] for name in self.wanted if name in self._made_here}, seed)
         if self._stored is not None:
             names: dict[str, list[str]] = {}

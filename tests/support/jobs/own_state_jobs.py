@@ -67,7 +67,7 @@ class Cloned(Net):
     """Returns copies in a plain dict."""
 
     def state_dict(self, *args: Any, **options: Any) -> Any:
-        return {name: copy.deepcopy(value) for name, value in super().state_dict(*args, **options).items()}
+        return {name: _copied(value) for name, value in super().state_dict(*args, **options).items()}
 
 
 def value_of(extra: str, turn: int) -> Any:
@@ -76,6 +76,10 @@ def value_of(extra: str, turn: int) -> Any:
         "None": None if turn else "was", "list": [turn, float("inf")], "object": Note(str(turn)),
         "unsent": (lambda: turn),
     }[extra]  # fmt: skip
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def _moved(state: Any, old: str, new: str) -> None:
@@ -95,7 +99,7 @@ SAVED: dict[str, Any] = {
     "drop": lambda m, s, p: s.__delitem__(f"{p}bias"),
     "split": lambda m, s, p: _split(s, p),
     "added": lambda m, s, p: s.update({f"{p}made": m.made}),
-    "post clone": lambda m, s, p: s.update({name: copy.deepcopy(s[name]) for name in list(s)}),
+    "post clone": lambda m, s, p: s.update({name: _copied(s[name]) for name in list(s)}),
 }
 LOADED: dict[str, Any] = {
     "scaled": lambda m, s, p: s.update({f"{p}weight": s[f"{p}weight"] / 2}),

@@ -7,31 +7,20 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from autopart.files.checkpoints.document import Document
-from autopart.files.checkpoints.values import decoded, encoded
+from autopart.files.checkpoints.values import encoded
 from autopart.ir.errors import CheckpointError, UsageError
 from autopart.session.session import Session
-from autopart.session.state.checkpoints.optimizers import OptimizerPart, joined
+from autopart.session.state.checkpoints.optimizers import OptimizerPart, Optimizers, joined
+from autopart.session.state.checkpoints.schedulers import HasState, scheduler_state
 from autopart.session.state.companions import Companion, refusal
 from autopart.session.state.extra_state import EXTRA_STATE
 from autopart.session.state.scaler import LossScaler
-
-_SCHEDULER = "the state of the scheduler"
-
-
-class HasState(Protocol):
-    """A learning rate scheduler, or another object with torch's two methods."""
-
-    def state_dict(self) -> Mapping[str, Any]:
-        """Return its state."""
-
-    def load_state_dict(self, state: Any) -> Any:
-        """Take over a state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +32,8 @@ class Around:
 
     step: int
     scaler: dict[str, Any] | None
-    optimizer: torch.optim.Optimizer | None
-    scheduler: HasState | None
+    optimizers: Optimizers
+    schedulers: Sequence[HasState]
     companions: Mapping[str, Companion]
     placeholder: nn.Parameter
 
@@ -64,7 +53,7 @@ class Told:
     ) -> Told:
         alike = {
             "scaler": around.scaler,
-            "scheduler": scheduler_state(around.scheduler),
+            "scheduler": scheduler_state(around.schedulers, around.optimizers),
             "companions": {title: encoded(each.state(), title) for title, each in around.companions.items()},
             "extra": encoded(extra, "extra"),
         }
@@ -98,21 +87,6 @@ def document_of(session: Session, told: Sequence[Told], step: int) -> Document:
         plan=json.loads(json.dumps(asdict(session.plan))),
         **alike,
     )
-
-
-def scheduler_state(scheduler: HasState | None) -> Any:
-    """Return the state of a scheduler as a checkpoint keeps it, None without one."""
-    return None if scheduler is None else encoded(dict(scheduler.state_dict()), _SCHEDULER)
-
-
-def saved_scheduler(document: Document, scheduler: HasState | None) -> Any:
-    """Return the saved state for a scheduler.  Raises CheckpointError if there is none for it."""
-    if scheduler is not None and document.scheduler is None:
-        raise CheckpointError("the checkpoint holds no state of a scheduler", fix="load without scheduler=")
-    state = decoded(document.scheduler, _SCHEDULER)
-    if scheduler is not None and not isinstance(state, dict):
-        raise refusal(_SCHEDULER, state, "it has to be a table of values by name")
-    return state
 
 
 def require_scaler(document: Document) -> None:

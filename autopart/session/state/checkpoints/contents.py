@@ -12,7 +12,7 @@ from torch import nn
 from autopart.files.checkpoints.document import COMPANION, MASTER, OPTIMIZER
 from autopart.ir.errors import CheckpointError
 from autopart.session.session import Session
-from autopart.session.state.checkpoints.optimizers import OptimizerPart, part_of
+from autopart.session.state.checkpoints.optimizers import OptimizerPart, Optimizers, part_of
 from autopart.session.state.checkpoints.shares import writers
 from autopart.session.state.companions import Companion
 
@@ -61,7 +61,7 @@ def _in_one_piece(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def contents_of(
     session: Session,
-    optimizer: torch.optim.Optimizer | None,
+    optimizers: Optimizers,
     companions: Mapping[str, Companion],
     placeholder: nn.Parameter,
 ) -> Contents:
@@ -71,13 +71,13 @@ def contents_of(
     sizes = {name: tensor.nbytes for name, tensor in own_state(session).items()}
     writer = writers(sizes, session.context.placement, updated_buffers(session), session.world.size)
     mine = [name for name in sizes if writer[name] == session.world.rank]
-    return contents_with(session, mine, optimizer, companions, placeholder)
+    return contents_with(session, mine, optimizers, companions, placeholder)
 
 
 def contents_with(
     session: Session,
     mine: Collection[str],
-    optimizer: torch.optim.Optimizer | None,
+    optimizers: Optimizers,
     companions: Mapping[str, Companion],
     placeholder: nn.Parameter,
 ) -> Contents:
@@ -89,7 +89,7 @@ def contents_with(
     more: dict[str, torch.Tensor] = {
         f"{MASTER}/{name}": t for name, t in session.tensors.masters.by_name.items() if name in chosen
     }
-    part = part_of(optimizer, driven_names(session, placeholder)) if optimizer is not None else None
+    part = part_of(optimizers, driven_names(session, placeholder)) if optimizers else None
     if part is not None:
         more |= {f"{OPTIMIZER}/{key}/{name}": t for (name, key), t in part.tensors.items() if name in chosen}
     for title, companion in companions.items():

@@ -5,7 +5,7 @@ Nothing changes before all of it has been read and checked on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from autopart.files.checkpoints.stored import Stored
 from autopart.files.checkpoints.tensor_files import StoredTensor, converts
 from autopart.files.reading import listed
 from autopart.ir.errors import CheckpointError
-from autopart.session.state.checkpoints.optimizers import adopt_state, check_fits
+from autopart.session.state.checkpoints.optimizers import Optimizers, adopt_state, check_fits
 from autopart.session.state.extra_state import EXTRA_STATE, key_of, read_extra_state
 
 
@@ -26,11 +26,11 @@ class Wanted:
     """What a rank wants to read.
 
     like: tensors of the model that it loads, by name.  known: every name of the model.  driven: names of the parameters
-    of its optimizer, by identity, None without one.  trained: the model, whose modules may have extra state."""
+    of its optimizers, by identity.  trained: the model, whose modules may have extra state."""
 
     like: Mapping[str, torch.Tensor]
     known: frozenset[str]
-    driven: Mapping[int, str] | None
+    driven: Mapping[int, str]
     trained: Trained
 
 
@@ -50,21 +50,23 @@ class Staged:
 
 
 def staged(
-    stored: Stored, wanted: Wanted, optimizer: torch.optim.Optimizer | None, companions: Iterable[str]
+    stored: Stored, wanted: Wanted, optimizers: Optimizers, sources: Sequence[int | None], companions: Iterable[str]
 ) -> Staged:
     """Read and check what a rank wants.  Local; changes nothing.  Reads whole files once, for their hash.
+
+    sources: the saved parameter group of each one of the optimizers (`matched`).
 
     Raises CheckpointError for a checkpoint of another model or optimizer, and for files that were changed."""
     _check_names(stored.weights.by_name, wanted)
     saved = stored.document.optimizer
     options: list[dict[str, Any]] = []
-    if optimizer is not None and wanted.driven is not None:
+    if optimizers:
         if saved is None:
             raise CheckpointError(
                 "the checkpoint holds no state of an optimizer", where=str(stored.folder), fix="load without optimizer="
             )
-        options = check_fits(optimizer, wanted.driven, saved)
-    driven = set(wanted.driven.values()) if optimizer is not None and wanted.driven is not None else set()
+        options = check_fits(optimizers, wanted.driven, saved, sources)
+    driven = set(wanted.driven.values()) if optimizers else set()
     keys = [f"{MASTER}/{name}" for name in wanted.like if f"{MASTER}/{name}" in stored.more.by_name]
     keys += [
         f"{OPTIMIZER}/{key}/{name}" for name in driven & (saved.tensors.keys() if saved else set())
@@ -124,9 +126,7 @@ def value_for(tensor: torch.Tensor, name: str, found: Staged) -> torch.Tensor:
     return master if master is not None and tensor.dtype in (torch.float32, torch.float64) else found.weights[name]
 
 
-def adopt_optimizer(
-    optimizer: torch.optim.Optimizer, names: Mapping[int, str], saved: OptimizerState, found: Staged
-) -> None:
-    """Give the optimizer of this rank its state.  Local."""
+def adopt_optimizers(optimizers: Optimizers, names: Mapping[int, str], saved: OptimizerState, found: Staged) -> None:
+    """Give the optimizers of this rank their state.  Local."""
     dtypes = {name: (found.masters.get(name, weight)).dtype for name, weight in found.weights.items()}
-    adopt_state(optimizer, names, found.options, saved, found.state, dtypes)
+    adopt_state(optimizers, names, found.options, saved, found.state, dtypes)

@@ -1,11 +1,13 @@
-"""The state of a torch optimizer by the names of the parameters, independent of ranks and plans.
+"""The state of torch optimizers by the names of the parameters, independent of ranks and plans.
 
 A torch optimizer numbers its parameters, so its own state_dict means something else on every rank and under every plan.
+Several optimizers are like one with the parameter groups of all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,24 +15,45 @@ import torch
 
 from autopart.files.checkpoints.document import Group, OptimizerState
 from autopart.files.checkpoints.values import decoded, encoded
-from autopart.ir.errors import CheckpointError
+from autopart.ir.errors import CheckpointError, UsageError
 from autopart.session.state.companions import refusal
 
 _NUMBERS = int | float | torch.Tensor
 _HOW = ("foreach", "fused", "capturable")
 """Options that say how an update is computed, not what; they stay those of the optimizer that loads."""
 _MADE = "make the optimizer from pipe.parameters() or pipe.named_parameters(), after the last change of the plan"
+Optimizers = Sequence[torch.optim.Optimizer]
+GivenOptimizer = torch.optim.Optimizer | Optimizers | None
+"""What a call of a user may be given: an optimizer, a list of them, or none."""
+
+
+def optimizers_of(given: Any) -> tuple[torch.optim.Optimizer, ...]:
+    """Return the optimizers that a call was given.  Raises UsageError for anything else."""
+    found = tuple(given) if isinstance(given, list | tuple) else () if given is None else (given,)
+    for each in found:
+        if not (hasattr(each, "param_groups") and hasattr(each, "state")):
+            raise UsageError(
+                f"the optimizer is a {type(each).__name__}",
+                fix="pass an optimizer, or a list of them: (folder, [muon, adamw], [their, schedulers])",
+            )
+    return found
+
+
+def groups_with(optimizers: Optimizers) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any]]]:
+    """Yield the parameter groups of several optimizers, one after the other, each with its optimizer."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            yield optimizer, group
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerPart:
-    """What one rank's optimizer holds.
+    """What one rank's optimizers hold.
 
-    groups: options (encoded) and names of each parameter group.  tensors, values: of the state, by (parameter, key);
-    the values are encoded.
+    groups: options (encoded), names and optimizer of each parameter group.  tensors, values: of the state, by
+    (parameter, key); the values are encoded.
     """
 
-    kind: str
     groups: tuple[Group, ...]
     tensors: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
     values: dict[tuple[str, str], Any] = field(default_factory=dict)
@@ -40,15 +63,13 @@ class OptimizerPart:
         return replace(self, tensors=dict.fromkeys(self.tensors))  # type: ignore[arg-type]
 
 
-def part_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> OptimizerPart:
-    """Return what an optimizer holds.  names: of this rank's parameters by identity, "" for one that stands for none.
+def part_of(optimizers: Optimizers, names: Mapping[int, str]) -> OptimizerPart:
+    """Return what optimizers hold.  names: of this rank's parameters by identity, "" for one that stands for none.
 
     Raises CheckpointError for a parameter that is not among them, and for state that is neither tensors nor JSON."""
-    kind = type(optimizer).__name__
-    part = OptimizerPart(
-        kind, tuple(_group(group, number, names) for number, group in enumerate(optimizer.param_groups))
-    )
-    for group in optimizer.param_groups:
+    part = OptimizerPart(groups_of(optimizers, names))
+    for optimizer, group in groups_with(optimizers):
+        kind = type(optimizer).__name__
         for parameter in group["params"]:
             name = names[id(parameter)]
             for key, value in optimizer.state.get(parameter, {}).items():
@@ -61,20 +82,46 @@ def part_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Optim
     return part
 
 
-def _group(group: Mapping[str, Any], number: int, names: Mapping[int, str]) -> Group:
-    unknown = next((parameter for parameter in group["params"] if id(parameter) not in names), None)
-    if unknown is not None:
-        raise CheckpointError(
-            f"the optimizer updates a tensor of shape {tuple(unknown.shape)} that this rank does not train",
-            why="it was made from other parameters, or before the plan was changed",
-            fix=_MADE,
-        )
-    options = {
-        key: encoded(value, f"option {key!r} of parameter group {number}")
-        for key, value in group.items()
-        if key not in ("params", "param_names", *_HOW)
-    }
-    return Group(options, tuple(name for p in group["params"] if (name := names[id(p)])))
+def groups_of(optimizers: Optimizers, names: Mapping[int, str]) -> tuple[Group, ...]:
+    """Return the parameter groups of this rank's optimizers, by the names of the parameters.
+
+    Raises CheckpointError for a parameter that has no name, and for one that two optimizers update."""
+    found: list[Group] = []
+    for number, (optimizer, group) in enumerate(groups_with(optimizers)):
+        unknown = next((parameter for parameter in group["params"] if id(parameter) not in names), None)
+        if unknown is not None:
+            raise CheckpointError(
+                f"the optimizer updates a tensor of shape {tuple(unknown.shape)} that this rank does not train",
+                why="it was made from other parameters, or before the plan was changed",
+                fix=_MADE,
+            )
+        options = {
+            key: encoded(value, f"option {key!r} of parameter group {number}")
+            for key, value in group.items()
+            if key not in ("params", "param_names", *_HOW)
+        }
+        own = tuple(name for p in group["params"] if (name := names[id(p)]))
+        found.append(Group(options, own, type(optimizer).__name__))
+    twice = [name for name, count in Counter(name for group in found for name in group.names).items() if count > 1]
+    if twice:
+        raise CheckpointError(f"{twice[0]} is updated by two optimizers", fix="give each parameter to one of them")
+    return tuple(found)
+
+
+def _described(groups: Sequence[Group]) -> str:
+    kinds = Counter(group.kind for group in groups)
+    return " and ".join(f"{kind} with {count} parameter groups" for kind, count in kinds.items()) or "none"
+
+
+def _require_alike(ranks: Sequence[Sequence[Group]]) -> None:
+    """Raise CheckpointError if the ranks have other optimizers, or other numbers of groups."""
+    for rank, groups in enumerate(ranks):
+        if [group.kind for group in groups] != [group.kind for group in ranks[0]]:
+            raise CheckpointError(
+                f"the optimizers of the ranks differ: {_described(ranks[0])}, and on rank {rank} {_described(groups)}",
+                fix='make the same optimizers, with the same groups, on every rank; {"params": []} is a group that is '
+                "empty on some",
+            )
 
 
 def joined(parts: Sequence[OptimizerPart | None]) -> OptimizerState | None:
@@ -84,28 +131,23 @@ def joined(parts: Sequence[OptimizerPart | None]) -> OptimizerState | None:
     parameters."""
     if all(part is None for part in parts):
         return None
-    first = next(part for part in parts if part is not None)
-    names: list[dict[str, None]] = [{} for _ in first.groups]
+    _require_alike([() if part is None else part.groups for part in parts])
+    every = [part for part in parts if part is not None]
+    first = every[0].groups
+    names: list[dict[str, None]] = [{} for _ in first]
     values: dict[str, dict[str, Any]] = {}
     tensors: dict[str, dict[str, None]] = {}
-    for rank, part in enumerate(parts):
-        if part is None or (part.kind, len(part.groups)) != (first.kind, len(first.groups)):
-            other = "none" if part is None else f"{part.kind} with {len(part.groups)} parameter groups"
-            raise CheckpointError(
-                f"the optimizers of the ranks differ: {first.kind} with {len(first.groups)} parameter groups, and on "
-                f"rank {rank} {other}",
-                fix="make the same optimizer, with the same groups, on every rank; a group may be empty on some",
-            )
+    for rank, part in enumerate(every):
         for number, group in enumerate(part.groups):
             differing = sorted(
                 key
-                for key in group.options.keys() | first.groups[number].options.keys()
-                if group.options.get(key) != first.groups[number].options.get(key)
+                for key in group.options.keys() | first[number].options.keys()
+                if group.options.get(key) != first[number].options.get(key)
             )
             if differing:
                 raise CheckpointError(
                     f"option {differing[0]!r} of parameter group {number} differs between ranks",
-                    why=f"it is {first.groups[number].options.get(differing[0])!r} and, on rank {rank}, "
+                    why=f"it is {first[number].options.get(differing[0])!r} and, on rank {rank}, "
                     f"{group.options.get(differing[0])!r}",
                     fix="set the options of a group alike on every rank",
                 )
@@ -114,43 +156,60 @@ def joined(parts: Sequence[OptimizerPart | None]) -> OptimizerState | None:
             values.setdefault(name, {})[key] = value
         for name, key in part.tensors:
             tensors.setdefault(name, {})[key] = None
-    groups = tuple(Group(group.options, tuple(names[number])) for number, group in enumerate(first.groups))
-    return OptimizerState(first.kind, groups, values, {name: tuple(keys) for name, keys in tensors.items()})
+    groups = tuple(replace(group, names=tuple(names[number])) for number, group in enumerate(first))
+    kind = " + ".join(dict.fromkeys(group.kind for group in groups))
+    return OptimizerState(kind, groups, values, {name: tuple(keys) for name, keys in tensors.items()})
 
 
-def check_fits(
-    optimizer: torch.optim.Optimizer, names: Mapping[int, str], saved: OptimizerState
-) -> list[dict[str, Any]]:
-    """Return the saved options of each parameter group of an optimizer.  Local; changes nothing.
+def matched(ranks: Sequence[Sequence[Group]], saved: OptimizerState) -> tuple[int | None, ...]:
+    """Return for each parameter group the number of the saved one that had its parameters; None if no group had them.
+    ranks: the groups of each rank's optimizers.  A saved group may have been split; a group without parameters on any
+    rank keeps its number where that is free, since nothing follows from it.
 
-    Raises CheckpointError for another kind of optimizer, a group whose parameters were in different groups, and values
-    that no optimizer of this kind has: once this has returned, `adopt_state` cannot fail."""
-    kind = type(optimizer).__name__
-    if kind != saved.kind:
-        raise CheckpointError(
-            f"the checkpoint holds the state of {saved.kind}, and the optimizer is {kind}",
-            fix=f"make a {saved.kind}, or load without optimizer=",
-        )
+    Raises CheckpointError for a group whose parameters were in different groups, for another kind of optimizer, and for
+    ranks that differ."""
+    _require_alike(ranks)
     home = {name: number for number, group in enumerate(saved.groups) for name in group.names}
-    found = []
-    for number, group in enumerate(optimizer.param_groups):
-        own = _group(group, number, names)
-        sources = sorted({home[name] for name in own.names if name in home})
-        if not sources:
-            sources = [number] if len(saved.groups) == len(optimizer.param_groups) else []
+    found: list[int | None] = []
+    empty = set[int]()
+    for number, same in enumerate(zip(*ranks, strict=True)):
+        names = [name for group in same for name in group.names]
+        sources = sorted({home[name] for name in names if name in home})
+        kinds = {saved.groups[source].kind or saved.kind for source in sources or range(len(saved.groups))}
+        if same[0].kind not in kinds:
+            raise CheckpointError(
+                f"the checkpoint holds the state of {' + '.join(sorted(kinds))}, and the optimizer is {same[0].kind}",
+                fix=f"make the same optimizer, {min(kinds)}, or load without optimizer=",
+            )
         if len(sources) > 1:
             raise CheckpointError(
                 f"parameter group {number} joins parameters of groups {sources} of the checkpoint",
                 why="a group has one learning rate, and these had different ones",
                 fix="make the parameter groups as in the run that was saved",
             )
-        options = saved.groups[sources[0]].options if sources else {}
+        found.append(sources[0] if sources else None)
+        empty |= set() if names else {number}
+    free = set(range(len(saved.groups))) - set(found)
+    return tuple(n if n in empty & free else source for n, source in enumerate(found))
+
+
+def check_fits(
+    optimizers: Optimizers, names: Mapping[int, str], saved: OptimizerState, sources: Sequence[int | None]
+) -> list[dict[str, Any]]:
+    """Return the saved options of each parameter group of optimizers.  Local; changes nothing.
+
+    sources: of the groups (`matched`).  Raises CheckpointError for values that no optimizer of this kind has: once this
+    has returned, `adopt_state` cannot fail."""
+    found = []
+    for number, ((optimizer, group), source) in enumerate(zip(groups_with(optimizers), sources, strict=True)):
+        options = saved.groups[source].options if source is not None else {}
         what = f"of group {number}"
         found.append({k: decoded(v, f"option {k!r} {what}") for k, v in options.items() if k not in _HOW})
         for key, value in found[-1].items():
             if key in ("params", "param_names") or not _alike(value, group.get(key)):
+                kind = type(optimizer).__name__
                 raise refusal(f"option {key!r} {what}", value, f"this {kind} has {group.get(key)!r:.80}")
-        for name in own.names:
+        for name in [names[id(parameter)] for parameter in group["params"]]:
             for key, value in saved.values.get(name, {}).items():
                 decoded(value, f"state {key!r} of {name}")
             for key in saved.tensors.get(name, ()):
@@ -170,18 +229,18 @@ def _alike(saved: Any, own: Any) -> bool:
 
 
 def adopt_state(
-    optimizer: torch.optim.Optimizer,
+    optimizers: Optimizers,
     names: Mapping[int, str],
     options: Sequence[Mapping[str, Any]],
     saved: OptimizerState,
     tensors: Mapping[tuple[str, str], torch.Tensor],
     dtypes: Mapping[str, torch.dtype],
 ) -> None:
-    """Give an optimizer the saved options and state.  Local; everything was checked before.
+    """Give optimizers the saved options and state.  Local; everything was checked before.
 
-    options: of each group (`check_fits`).  tensors: by (parameter, key).  dtypes: of each parameter when it was saved:
+    options: of each group.  tensors: by (parameter, key).  dtypes: of each parameter when it was saved:
     state of that dtype follows the parameter's present one, other state keeps its own."""
-    for group, saved_options in zip(optimizer.param_groups, options, strict=True):
+    for (optimizer, group), saved_options in zip(groups_with(optimizers), options, strict=True):
         for key, value in saved_options.items():
             current = group.get(key)
             if isinstance(current, torch.Tensor):

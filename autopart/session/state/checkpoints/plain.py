@@ -16,35 +16,52 @@ from autopart.files.checkpoints.document import OPTIMIZER, Document, read_docume
 from autopart.files.checkpoints.folders import Root, read_at
 from autopart.files.checkpoints.stored import opened
 from autopart.files.checkpoints.values import decoded, encoded
-from autopart.session.state.checkpoints.around import HasState, saved_scheduler, scheduler_state, version
+from autopart.session.state.checkpoints.around import version
 from autopart.session.state.checkpoints.contents import Contents, tied_once
-from autopart.session.state.checkpoints.loading import Staged, Wanted, adopt_optimizer, staged, value_for
-from autopart.session.state.checkpoints.optimizers import joined, part_of
+from autopart.session.state.checkpoints.loading import Staged, Wanted, adopt_optimizers, staged, value_for
+from autopart.session.state.checkpoints.optimizers import (
+    GivenOptimizer,
+    groups_of,
+    joined,
+    matched,
+    optimizers_of,
+    part_of,
+)
 from autopart.session.state.checkpoints.saver import require_folder, unwritable
 from autopart.session.state.checkpoints.saving import Draft, config_text, publish, write_part
+from autopart.session.state.checkpoints.schedulers import (
+    GivenScheduler,
+    saved_schedulers,
+    scheduler_state,
+    schedulers_of,
+)
 from autopart.session.state.extra_state import EXTRA_STATE, give_extra_state, saved_extra_state
 
 
 def load_into(
     model: nn.Module,
     folder: str | os.PathLike[str],
-    optimizer: torch.optim.Optimizer | None = None,
-    scheduler: HasState | None = None,
+    optimizer: GivenOptimizer = None,
+    scheduler: GivenScheduler = None,
 ) -> Any:
     """Load a checkpoint into a plain model, its optimizer and its scheduler, in one process; returns `extra`.
 
     folder: as for `Pipe.load`.  The checkpoint may have been written by a pipe under any plan, or by `save_from`.
     Everything is read and compared with its hash first: after a CheckpointError nothing has changed.
     """
+    optimizers, schedulers = optimizers_of(optimizer), schedulers_of(scheduler)
     own, names = _own(model)
     trained = Trained(model)
 
-    def read(path: Path) -> tuple[Document, Staged]:
+    def read(path: Path) -> tuple[Document, Staged, list[dict[str, Any]]]:
         document = read_document(path)
-        return document, staged(opened(path, document), Wanted(own, frozenset(own), names, trained), optimizer, ())
+        saved = document.optimizer
+        sources = matched([groups_of(optimizers, names)], saved) if optimizers and saved is not None else ()
+        wanted = Wanted(own, frozenset(own), names, trained)
+        found = staged(opened(path, document), wanted, optimizers, sources, ())
+        return document, found, saved_schedulers(document, schedulers, optimizers, sources)
 
-    document, found = read_at(folder, read)
-    state = saved_scheduler(document, scheduler)
+    document, found, schedules = read_at(folder, read)
     extra = decoded(document.extra, "extra")
     _copy(own, found)
     give_extra_state(trained, found.extra_state)
@@ -53,18 +70,18 @@ def load_into(
             trained.load_state_dict(trained.state_dict(), strict=False)
         finally:
             _copy(own, found)  # its state_dict() may round
-    if optimizer is not None and document.optimizer is not None:
-        adopt_optimizer(optimizer, names, document.optimizer, found)
-    if scheduler is not None:
-        scheduler.load_state_dict(state)
+    if optimizers and document.optimizer is not None:
+        adopt_optimizers(optimizers, names, document.optimizer, found)
+    for each, state in zip(schedulers, schedules, strict=True):
+        each.load_state_dict(state)
     return extra
 
 
 def save_from(
     model: nn.Module,
     folder: str | os.PathLike[str],
-    optimizer: torch.optim.Optimizer | None = None,
-    scheduler: HasState | None = None,
+    optimizer: GivenOptimizer = None,
+    scheduler: GivenScheduler = None,
     extra: Any = None,
     *,
     step: int = 0,
@@ -74,8 +91,9 @@ def save_from(
 
     step: training steps taken, which the pipe goes on counting.  Else as `Pipe.save`.  Raises CheckpointError."""
     require_folder(folder, keep)
+    optimizers, schedulers = optimizers_of(optimizer), schedulers_of(scheduler)
     own, names = _own(model)
-    part = part_of(optimizer, names) if optimizer is not None else None
+    part = part_of(optimizers, names) if optimizers else None
     more = {} if part is None else {f"{OPTIMIZER}/{key}/{name}": tensor for (name, key), tensor in part.tensors.items()}
     states, tensors = saved_extra_state(Trained(model).stateful())
     document = Document(
@@ -85,7 +103,7 @@ def save_from(
         {},
         companions={EXTRA_STATE: states} if states else {},
         optimizer=joined([part]),
-        scheduler=scheduler_state(scheduler),
+        scheduler=scheduler_state(schedulers, optimizers),
         extra=encoded(extra, "extra"),
     )
     try:

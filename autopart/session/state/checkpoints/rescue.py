@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,10 +32,12 @@ from autopart.runtime.activity import KEEPING, NOTHING, READY_TO_KEEP, current
 from autopart.runtime.effects import first_line, is_effect
 from autopart.session.ranks.call_sync import STEP_FAILED
 from autopart.session.session import Session
-from autopart.session.state.checkpoints.around import Around, HasState, Told, document_of, scheduler_state
+from autopart.session.state.checkpoints.around import Around, Told, document_of
 from autopart.session.state.checkpoints.contents import contents_with, own_state, updated_buffers
+from autopart.session.state.checkpoints.optimizers import Optimizers
 from autopart.session.state.checkpoints.rescued import WHY, place_of, rank_folder
 from autopart.session.state.checkpoints.saving import Draft, write_part
+from autopart.session.state.checkpoints.schedulers import HasState, scheduler_state
 from autopart.session.state.checkpoints.shares import by_keepers
 
 _following: WeakSet[Rescue] = WeakSet()
@@ -47,8 +49,8 @@ class Kept:
     """What belongs to a run, as it was last loaded or saved (`Pipe.load`, `Pipe.save`).  extra: of the user."""
 
     folder: str | os.PathLike[str]
-    optimizer: torch.optim.Optimizer | None
-    scheduler: HasState | None
+    optimizers: Optimizers
+    schedulers: Sequence[HasState]
     extra: Any = None
 
 
@@ -84,7 +86,7 @@ class Rescue:
 
     def _note_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Note what is updated by an optimizer that no load or save was given."""
-        if self._kept is not None and optimizer is not self._kept.optimizer:
+        if self._kept is not None and optimizer not in self._kept.optimizers:
             self._others.update(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
 
     def begin_step(self, around: Callable[[Kept], Around]) -> None:
@@ -118,7 +120,7 @@ class Rescue:
         """Return why the present state is not that after a complete step, or ""."""
         if len(_following) > 1:
             return "it trains several pipes, which may have made different numbers of steps"
-        if kept.optimizer is None:
+        if not kept.optimizers:
             return "no optimizer was passed to load or save"
         if doing == "save":
             return ""
@@ -140,7 +142,7 @@ class Rescue:
     def _write(self, session: Session, around: Around, extra: Any) -> None:
         rank, placement = session.world.rank, session.context.placement
         groups = by_keepers(own_state(session), placement, updated_buffers(session))
-        given = around.optimizer, around.companions, around.placeholder
+        given = around.optimizers, around.companions, around.placeholder
         told = Told.of(contents_with(session, (), *given).optimizer, around, extra)
         document = replace(document_of(session, [told], around.step), world=len(groups))
         for number, (ranks, names) in enumerate(groups.items()):
@@ -164,7 +166,7 @@ def _moving(around: Around) -> dict[str, Any]:
     """Return what the script moves on in every step, besides the optimizer.  Not the position in the data, which moves
     by itself."""
     companions = {title: each.state() for title, each in around.companions.items() if title != "data"}
-    return {"scheduler": scheduler_state(around.scheduler), **companions}
+    return {"scheduler": scheduler_state(around.schedulers, around.optimizers), **companions}
 
 
 def _pending(tensor: torch.Tensor) -> bool:

@@ -147,7 +147,7 @@ def _part(state: OptimizerState | None) -> OptimizerPart | None:
         return None
     values = {(name, key): value for name, each in state.values.items() for key, value in each.items()}
     tensors = {(name, key): None for name, keys in state.tensors.items() for key in keys}
-    return OptimizerPart(state.kind, state.groups, tensors, values)  # type: ignore[arg-type]
+    return OptimizerPart(state.groups, tensors, values)  # type: ignore[arg-type]
 
 
 def _publish(place: Path, document: Document, parts: Mapping[int, Path]) -> None:

@@ -22,9 +22,10 @@ from autopart.files.checkpoints.values import decoded
 from autopart.ir.errors import CheckpointError, UsageError
 from autopart.session.ranks.agreement import from_rank, together
 from autopart.session.session import Session
-from autopart.session.state.checkpoints.around import Around, Told, document_of, require_scaler, saved_scheduler
+from autopart.session.state.checkpoints.around import Around, Told, document_of, require_scaler
 from autopart.session.state.checkpoints.contents import Contents, contents_of, driven_names, own_state
-from autopart.session.state.checkpoints.loading import Staged, Wanted, adopt_optimizer, staged, value_for
+from autopart.session.state.checkpoints.loading import Staged, Wanted, adopt_optimizers, staged, value_for
+from autopart.session.state.checkpoints.optimizers import Optimizers, groups_of, matched
 from autopart.session.state.checkpoints.rescued import forget, newest_at, replaced
 from autopart.session.state.checkpoints.saving import (
     Background,
@@ -34,6 +35,7 @@ from autopart.session.state.checkpoints.saving import (
     wait_for_parts,
     write_part,
 )
+from autopart.session.state.checkpoints.schedulers import saved_schedulers
 from autopart.session.state.extra_state import counting_here, give_extra_state, saved_extra_state
 
 T = TypeVar("T")
@@ -64,7 +66,7 @@ class Saver:
         world = session.world
         self.settle(session)
         with together(world, _SAVING):
-            contents = contents_of(session, around.optimizer, around.companions, around.placeholder)
+            contents = contents_of(session, around.optimizers, around.companions, around.placeholder)
             states, tensors = saved_extra_state(counting_here(session))
             contents.more.update(tensors)
             mine = Told.of(contents.optimizer, around, request.extra, states)
@@ -181,6 +183,7 @@ class Saver:
         own = own_state(session)
         newest = partial(newest_at, folder, own, missing_ok=missing_ok)
         names = driven_names(session, around.placeholder)
+        optimizers = around.optimizers
         held, owners = session.tensors.held, session.context.placement.owners
         like = {name: tensor for name, tensor in own.items() if name in held or name not in owners}
         wanted = Wanted(like, frozenset(own), names, session.captures.trained)
@@ -189,9 +192,10 @@ class Saver:
             if document is None:
                 return None, None
             try:
+                sources = _sources(session, document, optimizers, names)
                 with together(world, _LOADING):
                     session.tensors.masters.write()
-                    found = staged(opened(path, document), wanted, around.optimizer, around.companions)
+                    found = staged(opened(path, document), wanted, optimizers, sources, around.companions)
                 break
             except CheckpointError as error:  # on all ranks alike
                 if not from_rank(world, 0, _LOADING, partial(replaced, folder, path, error)):
@@ -200,20 +204,18 @@ class Saver:
             states = {n: decoded(document.companions[n], n) for n in around.companions if n in document.companions}
             for title, state in states.items():
                 around.companions[title].check(state)
-            scheduler = saved_scheduler(document, around.scheduler)
+            schedules = saved_schedulers(document, around.schedulers, optimizers, sources)
             require_scaler(document)
             known = document.companions
             absent = sorted(n for n, each in around.companions.items() if n not in known and each.tensors())
             if absent:
                 raise CheckpointError(f"the checkpoint holds no state of {absent[0]}", fix="register it after the load")
             extra = decoded(document.extra, "extra")
-        if around.optimizer is not None:
-            _check_driven(session, document, around.optimizer, names)
         _adopt(session, like, found)
-        if around.optimizer is not None and document.optimizer is not None:
-            adopt_optimizer(around.optimizer, names, document.optimizer, found)
-        if around.scheduler is not None:
-            around.scheduler.load_state_dict(scheduler)
+        if optimizers and document.optimizer is not None:
+            adopt_optimizers(optimizers, names, document.optimizer, found)
+        for scheduler, schedule in zip(around.schedulers, schedules, strict=True):
+            scheduler.load_state_dict(schedule)
         for title, state in states.items():
             around.companions[title].load(state, found.companions.get(title, {}))
         with together(world, "giving modules their extra state"):
@@ -250,22 +252,31 @@ def unwritable(folder: Path, error: OSError) -> CheckpointError:
     )
 
 
-def _check_driven(
-    session: Session, document: Document, optimizer: torch.optim.Optimizer, names: Mapping[int, str]
-) -> None:
-    """Raise on all ranks if state was saved for a parameter that is trained now and that no rank's optimizer has."""
-    mine = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
-    driven = set[str]().union(*session.world.gather_objects(mine))
-    trained = {param.name for param in session.graph.params if param.trainable}
+def _sources(
+    session: Session, document: Document, optimizers: Optimizers, names: Mapping[int, str]
+) -> tuple[int | None, ...]:
+    """Return the saved parameter group of each group of the optimizers on all ranks, () if there is none.  Collective.
+
+    Raises on all ranks for groups that do not fit, and if state was saved for a parameter that is trained now and that
+    no rank's optimizer has."""
     saved = document.optimizer
-    lost = sorted((set(saved.tensors) if saved else set()) & trained - driven)
-    if lost:
-        error = CheckpointError(
-            f"the checkpoint has optimizer state of {lost[0]}, and no rank's optimizer updates it",
-            why=f"{len(lost)} parameters would be trained without their state",
-            fix="make each rank's optimizer from all of pipe.parameters()",
-        )
-        raise session.world.known(error)
+    if not optimizers or saved is None:
+        return ()
+    with together(session.world, _LOADING):
+        mine = groups_of(optimizers, names)
+    every = session.world.gather_objects(mine)
+    trained = {param.name for param in session.graph.params if param.trainable}
+    lost = sorted(saved.tensors.keys() & trained - {name for own in every for group in own for name in group.names})
+    try:
+        if lost:
+            raise CheckpointError(
+                f"the checkpoint has optimizer state of {lost[0]}, and no rank's optimizer updates it",
+                why=f"{len(lost)} parameters would be trained without their state",
+                fix="make each rank's optimizer from all of pipe.parameters()",
+            )
+        return matched(every, saved)
+    except CheckpointError as error:
+        raise session.world.known(error) from None
 
 
 def _adopt(session: Session, like: Mapping[str, torch.Tensor], found: Staged) -> None:

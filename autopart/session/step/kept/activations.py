@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from autopart.capture import CaptureCache
 from autopart.capture.batch.batch import Batch
 from autopart.ir.errors import BatchError, UsageError
 from autopart.session.step.kept.code import FrozenCode, Tensors, frozen_code
-from autopart.session.step.kept.store import Entry, SampleStore
+from autopart.session.step.kept.store import SampleStore
 
 Samples = Sequence[int | str]
 _FIRST = b""
@@ -68,7 +68,7 @@ class Activations:
         self.beside_s = 0.0
         self._store = SampleStore(0)
         self._codes: dict[tuple[str, str], FrozenCode] = {}
-        self._versions: dict[str, tuple[int, int]] = {}
+        self._unproven = 0  # rows that may still be read before all numbers of the frozen layers are looked at
 
     @property
     def _augmented(self) -> bool:
@@ -116,7 +116,8 @@ class Activations:
         code = self._code(batch, self._rows, self.values)
         found = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in code.specs(batch.rows or 1).items()}
         if own:
-            self._forget_changed(code, tensors)
+            if code.follow(tensors):
+                self._unproven = 0
             self._fill(found, code, batch, _names_of(samples, batch), own, tensors)
         return replace(batch, kept=tuple(found.items()))
 
@@ -125,15 +126,8 @@ class Activations:
         key = version, repr(batch.plain.signature())
         if key not in self._codes:
             self._codes = {known: code for known, code in self._codes.items() if known[0] == version}
-            self._codes[key] = frozen_code(self._captures, batch, rows, values)
+            self._codes[key] = frozen_code(self._captures, batch, rows, self._device, values)
         return self._codes[key]
-
-    def _forget_changed(self, code: FrozenCode, tensors: Tensors) -> None:
-        """Forget everything if a tensor of the frozen layers was written to.  O(tensors)."""
-        versions = {name: (id(tensors[name]), tensors[name]._version) for name in code.tensors}
-        if any(self._versions.get(name, version) != version for name, version in versions.items()):
-            self._store.clear()
-        self._versions.update(versions)
 
     def _fill(
         self,
@@ -145,54 +139,71 @@ class Activations:
         tensors: Tensors,
     ) -> None:
         """Write the values of the rows `own` into `found`, and keep those that were computed."""
-        kind = repr(batch.plain.signature())
-        digests = {} if names is None or self._augmented else _digests(code, batch, own)
-        missing: dict[tuple[str, ...], list[tuple[int, Entry | None]]] = {}
-        for row in own:
-            entry = None if names is None else self._store.get((names[row], kind))
-            if entry is not None and names is not None and entry.digest != digests.get(row, _FIRST):
+        kind, tag = repr(batch.plain.signature()), code.tag(self.values)
+        known = {row: None if names is None else self._store.get((names[row], kind)) for row in own}
+        entries = {
+            row: entry for row, entry in known.items() if entry is not None and entry.tag == code.tag(entry.tag[0])
+        }
+        digests = {values: self._digests(code, values, batch, own) for values in {e.tag[0] for e in entries.values()}}
+        for row, entry in entries.items():
+            if entry.digest != digests[entry.tag[0]][row]:
+                assert names is not None
                 raise _other_inputs(names[row])
-            if entry is not None and entry.tag == self.values:
-                for name, kept in zip(self.values, entry.tensors, strict=True):
-                    found[name][row] = kept
-                self.counts.read += 1
+        self._prove(code, len(entries))
+        missing: dict[tuple[str, ...], list[int]] = {}
+        for row in own:
+            earlier = entries[row].tag[0] if row in entries else ()
+            if earlier != self.values:
+                missing.setdefault(earlier, []).append(row)
                 continue
-            tag = entry.tag if entry is not None else ()
-            assert isinstance(tag, tuple)
-            missing.setdefault(tag, []).append((row, entry))
-        for tag, group in missing.items():
-            rows = [row for row, _ in group]
-            earlier = {
-                name: torch.stack([entry.tensors[place] for _, entry in group if entry is not None])
-                for place, name in enumerate(tag)
-            }
-            made = code.run(batch, rows, tensors, self._device, earlier)
-            self.counts.continued += len(rows) if tag else 0
-            self.counts.computed += 0 if tag else len(rows)
+            for name, kept in zip(self.values, entries[row].tensors, strict=True):
+                found[name][row] = kept
+            self.counts.read += 1
+        for earlier, rows in missing.items():
+            held = {n: torch.stack([entries[row].tensors[at] for row in rows]) for at, n in enumerate(earlier)}
+            made = code.run(batch, rows, tensors, held)
+            self.counts.continued += len(rows) if earlier else 0
+            self.counts.computed += 0 if earlier else len(rows)
+            digest = self._digests(code, self.values, batch, rows) if names is not None else {}
             for place, row in enumerate(rows):
                 own_values = [made[name][place] for name in self.values]
                 for name, value in zip(self.values, own_values, strict=True):
                     found[name][row] = value
                 if names is not None:
-                    self._store.put((names[row], kind), self.values, digests.get(row, _FIRST), own_values)
+                    self._store.put((names[row], kind), tag, digest[row], own_values)
+
+    def _digests(
+        self, code: FrozenCode, values: tuple[str, ...], batch: Batch, rows: Sequence[int]
+    ) -> Mapping[int, bytes]:
+        """Return digests of what these values depend on in the rows of a batch, by row."""
+        return dict.fromkeys(rows, _FIRST) if self._augmented else _digests(code.inputs(values), batch, rows)
+
+    def _prove(self, code: FrozenCode, rows: int) -> None:
+        """Look whether the frozen layers were written to unnoticed, once while as many rows are read as are kept.
+
+        rows: that are read next.  Raises RefusedError."""
+        if rows and self._unproven <= 0:
+            code.prove()
+            self._unproven = len(self._store)
+        self._unproven -= rows
 
     def tried(self, batch: Batch, code: FrozenCode, cache: AutoCache) -> tuple[Batch, float, float]:
         """Return the batch with the values of some frozen layers, and the seconds that computing them took and reading
         them takes, for all rows.  They are those of the model on this rank.  Local."""
         rows = range(batch.rows or 1)
         tensors = {name: tensor.to(self._device) for name, tensor in code.captured.tensors.items()}
-        code.run(batch, rows, tensors, self._device, {})
+        code.run(batch, rows, tensors, {})
         began = time.perf_counter()
-        made = code.run(batch, rows, tensors, self._device, {})
+        made = code.run(batch, rows, tensors, {})
         computing_s = time.perf_counter() - began
         size = sum(tensor.nbytes for tensor in made.values())
         in_memory = size <= cache.memory_bytes or not cache.disk_bytes
         store = SampleStore(size, 0) if in_memory else SampleStore(0, size, cache.folder)
         for row in rows:
-            store.put(row, (), b"", [made[name][row] for name in code.values])
+            store.put(row, ((), b""), b"", [made[name][row] for name in code.values])
         began = time.perf_counter()
         if not cache.augmented:
-            _digests(code, batch, rows)
+            _digests(code.inputs(code.values), batch, rows)
         read = {name: torch.zeros_like(tensor) for name, tensor in made.items()}  # new memory, as in every step
         for row in rows:
             entry = store.get(row)
@@ -217,10 +228,10 @@ def _names_of(samples: Any, batch: Batch) -> Samples | None:
     return names
 
 
-def _digests(code: FrozenCode, batch: Batch, rows: Sequence[int]) -> dict[int, bytes]:
-    """Return a digest of what the frozen layers read of each of these rows.  Reads these inputs once."""
+def _digests(inputs: Sequence[int], batch: Batch, rows: Sequence[int]) -> dict[int, bytes]:
+    """Return a digest of these inputs for each of these rows.  Reads the inputs once."""
     pairs = list(batch.plain.tensors_and_splits())
-    read = [pairs[place] for place in code.inputs]
+    read = [pairs[place] for place in inputs]
     whole = hashlib.blake2b(digest_size=16)
     for tensor, split in read:
         if not split:

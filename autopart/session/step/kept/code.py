@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 
@@ -17,7 +17,10 @@ from autopart.ir.graph import Graph, Op
 from autopart.ir.shares import RowLayout
 from autopart.passes.graph.frozen import frozen_end
 from autopart.runtime.stages.stage_module import StageModule
+from autopart.session.code.segments import text_of
 from autopart.session.code.split import cut
+from autopart.session.step.kept.sources import Sources
+from autopart.session.step.kept.store import Tag
 
 Tensors = Mapping[str, torch.Tensor]
 _WHAT = "activations at the end of the frozen layers cannot be kept by sample"
@@ -32,20 +35,58 @@ class FrozenCode:
 
     captured: Captured
     values: tuple[str, ...]
-    _made: dict[tuple[str, ...], StageModule] = field(default_factory=dict)
+    device: torch.device
+    _made: dict[tuple[tuple[str, ...], tuple[str, ...]], StageModule] = field(default_factory=dict)
+    _inputs: dict[tuple[str, ...], tuple[int, ...]] = field(default_factory=dict)
+    _sources: Sources | None = None
+    _tags: dict[tuple[str, ...], Tag] = field(default_factory=dict)
 
-    @cached_property
+    @property
     def tensors(self) -> tuple[str, ...]:
         """The model's parameters and buffers that the values depend on."""
-        graph, kinds = self.captured.graph, self.captured.names.kinds
-        used = (name for op in self._ops(()) for name in op.params if kinds[name] != "constant")
-        return tuple(dict.fromkeys(used if graph.ops else ()))
+        return tuple(name for name in self._read if self.captured.names.kinds[name] != "constant")
 
-    @cached_property
-    def inputs(self) -> tuple[int, ...]:
-        """The places, among the tensors of a batch, of the inputs that the values depend on."""
-        read = {name for op in self._ops(()) for name in op.reads}
-        return tuple(place for place, name in enumerate(self.captured.graph.inputs) if name in read)
+    @property
+    def _read(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name for op in self._ops((), self.values) for name in op.params))
+
+    def follow(self, tensors: Tensors) -> bool:
+        """Look at the model's tensors, by name; return whether what the values depend on may have changed since.
+
+        O(tensors); reads all numbers after a change."""
+        if self._sources is None:
+            constants = {*self._read}.difference(self.tensors)
+            self._sources = Sources(self._read, {name: self.captured.tensors[name] for name in constants})
+        changed = self._sources.follow(tensors)
+        if changed:
+            self._tags.clear()
+            self._made.clear()  # constants may have been copied to a device
+        return changed
+
+    def prove(self) -> None:
+        """Raise RefusedError if a tensor was written to unnoticed (`Sources.prove`)."""
+        assert self._sources is not None
+        self._sources.prove()
+
+    def tag(self, values: tuple[str, ...]) -> Tag:
+        """Return what values of this program are.  They depend on the ops that make them, which hold all Python values
+        that were read while they were traced, and on the numbers of tensors."""
+        if values not in self._tags:
+            digest = hashlib.blake2b(digest_size=16)
+            if self.starts_at(values):
+                code = self._code((), values)
+                assert self._sources is not None
+                sums = [self._sources.checksum(name) for name in code.params]
+                digest.update(repr((text_of(code.module), code.inputs, sums)).encode())
+            self._tags[values] = values, digest.digest()
+        return self._tags[values]
+
+    def inputs(self, values: tuple[str, ...]) -> tuple[int, ...]:
+        """Return the places, among the tensors of a batch, of the inputs that values depend on."""
+        if values not in self._inputs:
+            read = {name for op in self._ops((), values) for name in op.reads}
+            self._inputs[values] = tuple(at for at, name in enumerate(self.captured.graph.inputs) if name in read)
+        return self._inputs[values]
 
     def specs(self, rows: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return shape and dtype of each value, for this number of rows."""
@@ -54,17 +95,15 @@ class FrozenCode:
 
     def starts_at(self, earlier: Sequence[str]) -> bool:
         """Return whether the values follow from these, which frozen layers made."""
-        return {*earlier} <= {name for op in self._ops(()) for name in op.writes}
+        return {*earlier} <= {name for op in self._ops((), self.values) for name in op.writes}
 
-    def _ops(self, earlier: Sequence[str]) -> list[Op]:
+    def _ops(self, earlier: Sequence[str], values: Sequence[str]) -> list[Op]:
         graph = self.captured.graph
-        chosen = graph.ops_between(earlier, self.values)
+        chosen = graph.ops_between(earlier, values)
         return [op for op in graph.ops if op.name in chosen]
 
     @torch.no_grad()
-    def run(
-        self, batch: Batch, rows: Sequence[int], tensors: Tensors, device: torch.device, earlier: Tensors
-    ) -> dict[str, torch.Tensor]:
+    def run(self, batch: Batch, rows: Sequence[int], tensors: Tensors, earlier: Tensors) -> dict[str, torch.Tensor]:
         """Return the values for these rows of a batch, on the CPU.
 
         tensors: the model's, by name.  earlier: values that are known of these rows, () if none; only what follows is
@@ -72,13 +111,13 @@ class FrozenCode:
         """
         names = tuple(earlier)
         size = self.captured.graph.rows
-        code = self._code(names, device)
+        code = self._code(names, self.values)
         found: dict[str, list[torch.Tensor]] = {name: [earlier[name]] if name in names else [] for name in self.values}
         for start in range(0, len(rows), size):
             own = [*range(start, min(start + size, len(rows)))]
             picked = torch.tensor([*own, *[own[-1]] * (size - len(own))])
             given = self._given(batch, torch.tensor(rows)[picked]) | {n: earlier[n][picked] for n in names}
-            inputs = [given[name].to(device) for name in code.inputs]
+            inputs = [given[name].to(self.device) for name in code.inputs]
             results = code.module(*code.arguments(tensors), *inputs)
             for name, result in zip(code.outputs, results, strict=False):
                 found[name].append(result[: len(own)].cpu())
@@ -88,19 +127,23 @@ class FrozenCode:
         pairs = zip(self.captured.graph.inputs, batch.plain.tensors_and_splits(), strict=True)
         return {name: tensor[picked.to(tensor.device)] if split else tensor for name, (tensor, split) in pairs}
 
-    def _code(self, earlier: tuple[str, ...], device: torch.device) -> StageModule:
-        if earlier not in self._made:
-            ops = {op.name for op in self._ops(earlier)}
-            self._made[earlier] = cut(self.captured, ops, [n for n in self.values if n not in earlier], device)
-        return self._made[earlier]
+    def _code(self, earlier: tuple[str, ...], values: tuple[str, ...]) -> StageModule:
+        key = earlier, values
+        if key not in self._made:
+            ops = {op.name for op in self._ops(earlier, values)}
+            self._made[key] = cut(self.captured, ops, [n for n in values if n not in earlier], self.device)
+        return self._made[key]
 
 
-def frozen_code(captures: CaptureCache, batch: Batch, rows: int, values: Sequence[str] | None = None) -> FrozenCode:
+def frozen_code(
+    captures: CaptureCache, batch: Batch, rows: int, device: torch.device, values: Sequence[str] | None = None
+) -> FrozenCode:
     """Return the frozen layers of batches like this one, proven to be a function of each sample alone.
 
-    rows: that are run at once.  values: where they end, as determined by another batch; None for what is frozen now.
-    Without anything frozen the code has no values.  Raises RefusedError, naming what is in the way: ops that draw
-    random numbers, take statistics of the batch or change a buffer; and values that do not hold the rows apart.
+    rows: that are run at once, on `device`.  values: where they end, as determined by another batch; None for what is
+    frozen now.  Without anything frozen the code has no values.  Raises RefusedError, naming what is in the way: ops
+    that draw random numbers, take statistics of the batch or change a buffer; and values that do not hold the rows
+    apart.
     """
     batch = batch.plain
     family = family_of_batch(captures, batch, (rows, rows))
@@ -109,7 +152,7 @@ def frozen_code(captures: CaptureCache, batch: Batch, rows: int, values: Sequenc
     ends = frozen_end(graph) if values is None else tuple(values)
     captured = captures(batch, family.base.graph.size)
     if not ends:
-        return FrozenCode(captured, ())
+        return FrozenCode(captured, (), device)
     if not {*ends} <= graph.value_map().keys():
         raise RefusedError(_WHAT, why="batches of this kind run another program than the one that was planned")
     _refuse_impure(graph, ends)
@@ -123,7 +166,7 @@ def frozen_code(captures: CaptureCache, batch: Batch, rows: int, values: Sequenc
                 _WHAT, where=_where(graph, name), why=f"value {name} does not have the rows on its first axis",
                 fix="put the rows of the batch first in what the last frozen layer returns, or leave cache= out",
             )  # fmt: skip
-    return FrozenCode(captured, ends)
+    return FrozenCode(captured, ends, device)
 
 
 _FIX = "leave cache= out of pipe.replan"

@@ -23,12 +23,15 @@ from typing import IO
 
 import torch
 
+Tag = tuple[tuple[str, ...], bytes]
+"""What tensors are: their names, and a digest of all that they depend on but the inputs."""
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
     """Tensors that are kept under a key.  tag: what they are.  digest: of what they were computed from."""
 
-    tag: Hashable
+    tag: Tag
     digest: bytes
     tensors: tuple[torch.Tensor, ...]
 
@@ -37,7 +40,7 @@ class Entry:
 class _Record:
     """An entry on disk: where its bytes are, and what tensors they make."""
 
-    tag: Hashable
+    tag: Tag
     digest: bytes
     kinds: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     offset: int
@@ -107,7 +110,7 @@ class SampleStore:
             return None
         return Entry(record.tag, record.digest, _tensors(record, data))
 
-    def put(self, key: Hashable, tag: Hashable, digest: bytes, tensors: Sequence[torch.Tensor]) -> bool:
+    def put(self, key: Hashable, tag: Tag, digest: bytes, tensors: Sequence[torch.Tensor]) -> bool:
         """Keep a copy of these CPU tensors instead of what the key had, if there is room; return whether there was."""
         self.drop(key)
         size = sum(tensor.nbytes for tensor in tensors)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -40,22 +41,14 @@ class Tree:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._begun: queue.SimpleQueue[tuple[torch.Tensor, int, queue.SimpleQueue[Any]] | None] = queue.SimpleQueue()
+        self._begun: queue.SimpleQueue[tuple[Future[torch.Tensor], torch.Tensor, int] | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="autopart-exchange", daemon=True).start()
 
     def begin(self, mine: torch.Tensor, largest: int) -> Callable[[], list[float]]:
         """Send numbers, of which the first are `largest`, on their way; return a function that waits for the result."""
-        answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._begun.put((mine, largest, answer))
-
-        def found() -> list[float]:
-            result = answer.get()
-            if isinstance(result, BaseException):
-                raise result
-            combined: list[float] = result.tolist()
-            return combined
-
-        return found
+        found: Future[torch.Tensor] = Future()
+        self._begun.put((found, mine, largest))
+        return lambda: found.result().tolist()
 
     def end(self) -> None:
         """End the thread, when it has done what was begun."""
@@ -63,11 +56,11 @@ class Tree:
 
     def _run(self) -> None:
         while (begun := self._begun.get()) is not None:
-            mine, largest, answer = begun
+            found, mine, largest = begun
             try:
-                answer.put(reduced(self._group, mine, largest))
+                found.set_result(reduced(self._group, mine, largest))
             except BaseException as error:  # the group was broken: the main thread raises it where it waits
-                answer.put(error)
+                found.set_exception(error)
 
 
 def reduced(group: dist.ProcessGroup, mine: torch.Tensor, largest: int) -> torch.Tensor:
@@ -110,8 +103,3 @@ def _combined(own: torch.Tensor, other: torch.Tensor, largest: int) -> torch.Ten
     found = torch.maximum(own, other)
     found[largest:] = own[largest:] + other[largest:]
     return found
-
-
-def of_ranks(rank: int, ranks: Sequence[int], number: float) -> list[float]:
-    """Return what a rank gives to an exchange whose largest numbers are then those of `ranks`, in their order."""
-    return [number if each == rank else -torch.inf for each in ranks]

@@ -53,6 +53,15 @@ class Given(NamedTuple):
     loss: float
 
 
+class _Own(NamedTuple):
+    """What one rank tells of a call: to all, and with its error, and for messages."""
+
+    told: Sequence[float]
+    failure: BaseException | None
+    needed: Sequence[int]
+    version: str
+
+
 class Calls:
     """The collective calls of one rank, numbered, and whether one of them has failed.
 
@@ -120,27 +129,20 @@ class Calls:
 
         def settled() -> Given:
             set_activity(doing)  # a step may have begun meanwhile
-            return self._settled(reduced(), told, failure, needed, version)
+            return self._settled(_Own(told, failure, needed, version), reduced())
 
         return settled
 
-    def _settled(
-        self,
-        found: list[float],
-        told: Sequence[float],
-        failure: BaseException | None,
-        needed: Sequence[int],
-        version: str,
-    ) -> Given:
-        """Return what the ranks were given, or raise how they differ.  found: the largest of all ranks.  told: of this
-        rank.  Collective."""
+    def _settled(self, own: _Own, found: list[float]) -> Given:
+        """Return what the ranks were given, or raise how they differ.  own: of this rank.
+        found: the largest of all ranks.  Collective."""
         most, least, (failing, missing, absent, uncounted) = found[2:9], found[9:16], found[16:20]
         *alike, alike_rows, same = [high in (-low, _NONE) for high, low in zip(most, least, strict=True)]
         if (different := _different_calls(int(found[0]), int(-found[1]))) is not None:
             raise different if self.looked_at_late else self._world.known(different)
-        sharded, ended, signature, rows = bool(told[7]), *most[3:6]
+        told, needed, sharded, (ended, signature, rows) = own.told, own.needed, bool(own.told[7]), most[3:6]
         if failing or absent or not (all(alike) and (alike_rows or sharded)):
-            self._compared(self._world.gather_numbers(told), failure, needed, version, sharded=sharded)
+            self._compared(own, self._world.gather_numbers(told), sharded=sharded)
         if not same:
             raise self._world.known(different_batches(needed))
         shards = [rows] * len(needed) if sharded else []
@@ -150,16 +152,9 @@ class Calls:
         given = max(signature, 0.0), int(max(rows, 0.0)), tuple(map(int, shards))
         return Given(*given, bool(missing), counts, bool(ended), found[-1])
 
-    def _compared(
-        self,
-        found: list[list[float]],
-        failure: BaseException | None,
-        needed: Sequence[int],
-        version: str,
-        *,
-        sharded: bool,
-    ) -> None:
+    def _compared(self, own: _Own, found: list[list[float]], *, sharded: bool) -> None:
         """Raise how what the ranks were given differs.  found: what each rank told.  Collective."""
+        _, failure, needed, version = own
         if any(row[2] == _BESIDE for row in found):
             self.forget()
         if any(row[2] for row in found):

@@ -59,7 +59,7 @@ PARTS = {
         "freeze",
         "passes/test_forward_only.py",
     ],
-    "constants": ["capture/test_silent_constants.py"],
+    "constants": ["capture/test_values.py", "capture/test_silent_constants.py"],
     "scripts": ["e2e/test_random_scripts.py"],
     "rest": [
         "capture/test_asking_models.py",
@@ -68,6 +68,7 @@ PARTS = {
         "capture/test_capture.py",
         "capture/test_checkpointing.py",
         "capture/test_grouped_products.py",
+        "capture/test_forward_derivatives.py",
         "capture/test_infer_size.py",
         "capture/test_mask_parts.py",
         "capture/test_masks.py",

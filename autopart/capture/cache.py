@@ -22,6 +22,7 @@ from autopart.capture.trace.export import LossFn
 from autopart.capture.trained import Trained
 from autopart.capture.watch.changes import ModelWatch, check_tensors, tensors_of
 from autopart.capture.watch.observed import Observed
+from autopart.capture.watch.values import ValueUsed, free_of
 from autopart.ir.errors import UsageError
 from autopart.ir.plan import Precision
 from autopart.ir.size import Size
@@ -54,6 +55,8 @@ class CaptureCache:
         self.made = 0
         self.seconds = 0.0
         self._loss_fn = loss_fn
+        self._values: dict[tuple[str, object], set[object]] = {}
+        self._free: dict[tuple[str, object], tuple[int, ...]] = {}
         self._observed = Observed()
         self._flags: dict[nn.Module, bool] = {}
         self._watches: list[ModelWatch] = []
@@ -99,6 +102,8 @@ class CaptureCache:
                 self._note_questions(batch, mode, answers, captured.questions.hold)
                 key = (mode, size, replace(batch, answers=answers).signature())
             self.kept.add(key, captured)
+            if batch.free:  # also where the batch comes from another rank
+                self._free.setdefault((mode, batch.signature(batch.values)), batch.free)
             self.made += 1
             self._note_shapes(batch)
             self._observed.update(captured.observed)
@@ -134,11 +139,34 @@ class CaptureCache:
                     return replace(batch, answers=answers)
         return batch
 
-    def settled(self, batch: Batch, size: Size, mode: str) -> Batch:
-        """Return the batch with its answers, after a capture for micro-batches of `size` if there is none yet."""
-        batch = self.judged(batch, mode)
-        questions = self(batch, size, mode).questions
+    def settled(self, given: Batch, size: Size, mode: str) -> Batch:
+        """Return the batch with its answers, after a capture for micro-batches of `size` if there is none yet; without
+        the values that its program does not depend on, once there are two batches that differ in values alone."""
+        batch = self.judged(self._freed(given, size, mode), mode)
+        try:
+            questions = self(batch, size, mode).questions
+        except ValueUsed:  # free in other batches of the kind
+            batch = self.judged(self._freed(given, size, mode, again=True), mode)
+            questions = self(batch, size, mode).questions
         return batch if questions is None or batch.answers is not None else replace(batch, answers=questions.answers)
+
+    def _freed(self, batch: Batch, size: Size, mode: str, *, again: bool = False) -> Batch:
+        """Return the batch without the values that its program does not depend on.  again: whether to look for them
+        anew."""
+        if not batch.values:
+            return batch
+        kind = mode, batch.signature(batch.values)
+        seen, free = self._values.setdefault(kind, set()), self._free.get(kind)
+        if again or (free is None and seen and batch.signature() not in seen):
+            found = free_of(batch, self._observed, lambda attempt: self(attempt, size, mode))
+            self._free[kind] = free = tuple(place for place in found if free is None or place in free)
+        batch = batch.freed(free or ())
+        signature = batch.signature()
+        if signature not in seen and len(seen) < _MANY:
+            seen.add(signature)
+            if len(seen) == _MANY:
+                _warn_of_many([f"input {batch.names[place]}" for place in batch.values])
+        return batch
 
     def _note_questions(self, batch: Batch, mode: str, answers: _Answers, hold: Callable[..., bool]) -> None:
         known = self._asked.setdefault((mode, batch.rows, replace(batch, answers=None).signature()), [])
@@ -173,6 +201,8 @@ class CaptureCache:
         if changes:
             self.kept.clear()
             self._asked.clear()
+            self._values.clear()
+            self._free.clear()
             self._observed = Observed()
             self._flags = {}
             self._watches.clear()
@@ -195,7 +225,7 @@ def _warn_of_many(places: Iterable[str]) -> None:
     warnings.warn(
         f"{_MANY} batches of one shape were captured, one after the other, since forward() reads other numbers from "
         f"each: results stay exact, but every such step waits for a capture ({named}); compute with the tensor instead "
-        "of .item(), .tolist(), int() or float()",
+        "of .item(), .tolist(), int() or float(); pass a number as a tensor",
         CaptureWarning,
         stacklevel=2,
     )

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.autograd import forward_ad
 from torch.export.graph_signature import OutputKind
 
 from autopart.capture.batch.batch import Batch
@@ -147,7 +148,7 @@ def _capture(
     check_autocast(device.type if device.type != "meta" else "cpu")
     sample = batch.with_rows(size.rows if size is not None else batch.rows or 1).to(device)
     wrapper = Wrapper(model, sample, batch, loss_fn, wants_outputs=mode == "predict", autocast=autocast)
-    with patched():
+    with patched(), _transforms_closed():
         with quiet(), _training_flags(wrapper, model, evaluate=mode != "step"):
             if there == device and not comes:
                 program, module = _lowered(model, export(wrapper, sample))
@@ -184,6 +185,23 @@ def _lowered(
     except Exception as error:
         check_aliased_buffers(model)  # the likely reason: buffers that share memory, changed in place
         raise explained(error, model) from error
+
+
+@contextlib.contextmanager
+def _transforms_closed() -> Iterator[None]:
+    """Close the levels of torch.func and of forward-mode derivatives that a failed capture leaves open: everything that
+    this process does later would run inside them."""
+    functorch: Any = torch._C._functorch
+    depth, dual = functorch.get_dynamic_layer_stack_depth(), forward_ad._current_level
+    try:
+        yield
+    except BaseException:
+        functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        if dual < 0:  # none was open
+            with contextlib.suppress(RuntimeError):
+                torch._C._exit_dual_level(level=0)
+            forward_ad._current_level = dual
+        raise
 
 
 @contextlib.contextmanager

@@ -70,32 +70,25 @@ class Trained:
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Return what the model's own `state_dict` makes of its values, and that of the loss function."""
-        found = OrderedDict[str, Any]()
-        metadata: dict[str, Any] = {}
-        for prefix, part in self.parts():
-            own = part.state_dict()
-            found.update((prefix + name, value) for name, value in own.items())
-            metadata |= {} if prefix else getattr(own, "_metadata", {})
-        found._metadata = metadata  # type: ignore[attr-defined]
+        own = self.model.state_dict()
+        found = OrderedDict(own)
+        found._metadata = dict(getattr(own, "_metadata", {}))  # type: ignore[attr-defined]
+        for name, value in self.loss_fn.state_dict().items() if self.loss_fn is not None else ():
+            found[PREFIX + name] = value
         return found
 
-    def load_state_dict(
-        self, state: Mapping[str, Any], *, strict: bool, assign: bool = False
-    ) -> tuple[list[str], list[str]]:
+    def load_state_dict(self, state: Mapping[str, Any], **how: bool) -> tuple[list[str], list[str]]:
         """Load what `state_dict` returned through the model's own `load_state_dict`; returns what is missing and what
-        is unexpected there."""
-        learned = {name for name in state if self.loss_fn is not None and name.startswith(PREFIX)}
+        is unexpected there.  how: `strict` and `assign`, as in torch."""
         wrong: tuple[list[str], list[str]] = [], []
         for prefix, part in self.parts():
-            own = OrderedDict((n.removeprefix(prefix), v) for n, v in state.items() if (n in learned) == bool(prefix))
-            if not prefix and hasattr(state, "_metadata"):
-                own._metadata = state._metadata  # type: ignore[attr-defined]
-            keys = (
-                part.load_state_dict(own, strict=strict, assign=True)
-                if assign
-                else part.load_state_dict(own, strict=strict)
+            own = OrderedDict(
+                (name.removeprefix(prefix), value)
+                for name, value in state.items()
+                if (self.loss_fn is not None and name.startswith(PREFIX)) == bool(prefix)
             )
-            for names, more in zip(wrong, keys or ((), ()), strict=True):
+            own._metadata = None if prefix else getattr(state, "_metadata", None)  # type: ignore[attr-defined]
+            for names, more in zip(wrong, part.load_state_dict(own, **how) or ((), ()), strict=True):
                 names.extend(prefix + name for name in more)
         return wrong
 

@@ -25,3 +25,17 @@ def batch_statistics(options: Options, plan: Plan, graph: Graph) -> tuple[str, .
             f"statistics of BatchNorm are per replica, each of its own {own}; so is any buffer the step updates"
         )
     return tuple(notes)
+
+
+def moving(plan: Plan, graph: Graph, steady: frozenset[str]) -> tuple[str, ...]:
+    """Write a note on buffers that every micro-batch updates, but for the statistics of norms.  steady: buffers that
+    the step updates once."""
+    norms = {value for op in graph.ops if "batch_norm" in op.target for value in op.writes}
+    found = [buffer for buffer, value in graph.updates if buffer not in steady and value not in norms]
+    if not found or len(plan.micro_rows) == 1:
+        return ()
+    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    return (
+        f"buffer {found[0]}{more}: each micro-batch updates what the one before it left, {len(plan.micro_rows)} times "
+        "a step; micro_batches=1 updates it once, from the whole batch",
+    )

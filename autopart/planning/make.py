@@ -16,7 +16,7 @@ import torch
 from autopart.capture import CaptureCache, Captured
 from autopart.capture.batch.batch import Batch
 from autopart.capture.derive.family import ProgramFamily, another_size, capture_family
-from autopart.capture.derive.reduction import WHOLE, BatchRule, loss_reduction, row_layouts
+from autopart.capture.derive.reduction import WHOLE, BatchRule, loss_reduction, rule_of
 from autopart.capture.derive.token_axis import AskedSlices, asked_slices, sequence_length
 from autopart.capture.gc_pause import gc_paused
 from autopart.capture.trace.autocast import is_stand_in
@@ -42,7 +42,7 @@ from autopart.passes.program.schedules import find, names, streams
 from autopart.passes.search.space import PlanRequest
 from autopart.passes.simulation.stage_costs import device_types
 from autopart.planning.backend import cannot_pay, pays
-from autopart.planning.batch_statistics import batch_statistics
+from autopart.planning.batch_statistics import batch_statistics, moving
 from autopart.planning.no_effect import without_effect
 from autopart.planning.restrictions import (
     PlanningTask,
@@ -244,8 +244,8 @@ def _settled(task: PlanningTask, costs: CostedGraph, plan: Plan, reduction: Loss
         else:
             captured = family.captured(size)
             plan = _made_for(plan, captured.graph)
-    notes = (*task.notes, *_notes(task.options, plan, captured.graph))
     rule = _rule(plan, captured, family, reduction, task.slices)
+    notes = (*task.notes, *_notes(task.options, plan, captured.graph), *moving(plan, captured.graph, rule.steady))
     return Planned(plan.with_notes(*notes), captured, rule, costs)
 
 
@@ -266,7 +266,7 @@ def _rule(plan: Plan, captured: Captured, family: ProgramFamily, loss: LossReduc
     if len(plan.micro_rows) == 1 and not any(stage.division.splits for stage in plan.stages):
         return BatchRule(WHOLE)
     divided = divided_values(plan.decision, captured.graph, slices.once if plan.decision.token_slices else ())
-    return BatchRule(loss, row_layouts(family, loss, *divided))
+    return rule_of(family, loss, *divided)
 
 
 def _made_for(plan: Plan, graph: Graph) -> Plan:

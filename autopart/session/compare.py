@@ -177,10 +177,13 @@ def verify_step(
         else:
             reference, micro_rows, shares = PLAIN, (batch.rows or 1,), None
 
+        assert session.last_executor is not None
+        steady = session.last_executor.rule.steady
+
         def content() -> Verification:
             with autocast.region() if autocast is not None else contextlib.nullcontext():
                 given = (model, batch, options.loss_fn, micro_rows, shares or [1.0])
-                plain = expected or plain_outcome(*given, device=session.world.device)
+                plain = expected or plain_outcome(*given, device=session.world.device, steady=steady)
             stages, ops = reversed([*enumerate(decision.stages)]), graph.op_map()
             first = {name: number for number, stage in stages for op in stage.ops for name in ops[op].params}
             return compared(found, plain, first, precision_of(graph), tolerance, reference)
@@ -230,19 +233,24 @@ def plain_outcome(
     micro_rows: tuple[int, ...],
     weights: Sequence[float],
     device: torch.device | None = None,
+    steady: frozenset[str] = frozenset(),
 ) -> Outcome:
-    """Run one step of a copy of the model over micro-batches, in order.  weights: of their losses."""
+    """Run one step of a copy of the model over micro-batches, in order.  weights: of their losses.  steady: buffers
+    that a step updates once."""
     model, loss_fn = fresh_copy(model, loss_fn)
     for module in (model, loss_fn):
         if isinstance(module, nn.Module) and device is not None:
             module.to(device)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     total = 0.0
+    once = [(b, b.clone()) for name, b in Trained(model, loss_fn).named_buffers() if name in steady]
     with torch.enable_grad():
         for tensors, weight in zip(batch.to(device).micro(micro_rows), weights, strict=True):
             queue = iter(tensors)
             leaves = tuple(next(queue) if isinstance(x, torch.Tensor) else x for x in batch.leaves)
             args, kwargs, target = unflatten(leaves, batch.spec)
+            for buffer, value in once:
+                buffer.copy_(value)
             result = model(*args, **kwargs)
             loss = scalar(loss_fn(result, target), "loss_fn") if loss_fn is not None else loss_of(result)
             (loss * weight).backward()  # type: ignore[no-untyped-call]

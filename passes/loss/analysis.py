@@ -13,6 +13,7 @@ from fractions import Fraction
 from autopart.ir.graph import Graph, LossReduction, Value
 from autopart.passes.loss.masks import Masks
 from autopart.passes.loss.move_rules import MOVE_RULES, NO_RULE, create, is_zero
+from autopart.passes.loss.steady import steady_updates
 from autopart.passes.loss.term_rules import averaged
 from autopart.passes.loss.terms import of_terms
 from autopart.passes.ops.context import OpContext
@@ -84,7 +85,8 @@ class Analysis:
             if param.kind == "constant" and param.size_bytes:
                 why = "a constant may hold a number that depends on the batch size"
                 self._given[param.name] = RowPlacement(UNPROVEN, why=why)
-        for buffer, _ in graph.updates:
+        steady = steady_updates(graph, other)
+        for buffer in (buffer for buffer, _ in graph.updates if buffer not in steady):
             why = f"it reads buffer {buffer}, {CHANGED_BUFFER}"
             self._given[buffer] = RowPlacement(COUPLED, why=why)
         self._constants = {p.name for p in graph.params if p.kind == "constant"} - {b for b, _ in graph.updates}

@@ -31,9 +31,10 @@ class StageRunner:
 
     codes: by rows that this rank has of a micro-batch.  tensors: this rank's parameters, buffers and constants by
     name.  grad_inputs: received values whose gradients go back; grad_outputs: results whose gradients come back.
-    synced: whether its batch norms take the statistics of all replicas.  update: of an asynchronous schedule, called
-    with the stage's parameters after each backward; each micro-batch then keeps a copy of the weights that its forward
-    used, for its backward (weight stashing; PipeDream, SOSP 2019, section 3.3).
+    synced: whether its batch norms take the statistics of all replicas.  steady: buffers that a step updates once
+    (`BatchRule.steady`).  update: of an asynchronous schedule, called with the stage's parameters after each
+    backward; each micro-batch then keeps a copy of the weights that its forward used, for its backward (weight
+    stashing; PipeDream, SOSP 2019, section 3.3).
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class StageRunner:
         grad_outputs: frozenset[str],
         *,
         synced: bool = False,
+        steady: frozenset[str] = frozenset(),
         update: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> None:
         self._codes = codes
@@ -51,6 +53,7 @@ class StageRunner:
         self._grad_inputs = grad_inputs
         self._grad_outputs = grad_outputs
         self._synced = synced
+        self._steady = steady
         self._update = update
         self._kept: dict[Slot, tuple[_Tensors, _Tensors]] = {}  # leaves and roots
         self._stashed: dict[Slot, _Tensors] = {}  # weight versions
@@ -58,6 +61,8 @@ class StageRunner:
         self._sliced: dict[int, SlicedMicroBatch] = {}
         self._joined: dict[Slot, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self._new_buffers: _Tensors = {}
+        self._seen_buffers: _Tensors = {}  # by the next micro-batch
+        self._last = -1  # number of the last micro-batch in its batch
         self._copies: dict[Cast, torch.Tensor] = {}
         self.versions: WeightVersions | None = None  # of the weights, in asynchronous training
         self.micros = 0  # of a batch, where slots are numbered over several batches
@@ -81,8 +86,8 @@ class StageRunner:
         """Run the stage on this rank's rows of one slot.  key: (seed, step).  numbers: what `StageModule.numbers` picks
         from.  values: with the first slice also the inputs of the batch, which all slices read.
 
-        The next micro-batch sees the updated buffers.  The model's buffers change in `finish`, since a later backward
-        may have saved the old values.
+        The next micro-batch sees the updated buffers, but for steady ones.  The model's buffers change in `finish`,
+        since a later backward may have saved the old values.
         """
         prologue, slices = self._codes[window.own]
         code = slices[slot.slice]
@@ -96,7 +101,11 @@ class StageRunner:
         leaves = {
             name: values[name].detach().requires_grad_() for name in code.inputs if train and name in self._grad_inputs
         }
-        tensors = {**self._tensors, **self._new_buffers} if self._new_buffers else self._tensors
+        micro_number = slot.micro % self.micros if self.micros else slot.micro
+        if self._new_buffers and micro_number <= self._last:  # the next batch
+            self._seen_buffers.update(self._new_buffers)
+        self._last = micro_number
+        tensors = {**self._tensors, **self._seen_buffers} if self._seen_buffers else self._tensors
         copies = self._copies
         if train and self._update is not None:
             self._stashed[slot] = _versions(tensors, code.held)
@@ -105,7 +114,6 @@ class StageRunner:
             own, copies = self.versions.take(slot)
             tensors = {**tensors, **own}
         weights = [numbers[place] for place in code.numbers]
-        micro_number = slot.micro % self.micros if self.micros else slot.micro
         past = micro.arguments(slot.slice) if micro is not None else ()
         with torch.set_grad_enabled(train), micro_key(*key, micro_number, window):
             args = code.arguments(tensors, copies)
@@ -117,7 +125,9 @@ class StageRunner:
         if micro is not None:
             micro.keep(slot.slice, rest)
         else:
-            self._new_buffers.update((name, t.detach()) for name, t in zip(code.updates, rest, strict=True))
+            new = {name: t.detach() for name, t in zip(code.updates, rest, strict=True)}
+            self._new_buffers.update(new)
+            self._seen_buffers.update((name, t) for name, t in new.items() if name not in self._steady)
         if train:
             self._kept[slot] = leaves, {name: t for name, t in outputs.items() if name in self._grad_outputs}
         return outputs
@@ -234,6 +244,8 @@ class StageRunner:
         self._sliced.clear()
         self._joined.clear()
         self._new_buffers.clear()
+        self._seen_buffers.clear()
+        self._last = -1
         self._copies.clear()
 
 

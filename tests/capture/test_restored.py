@@ -141,7 +141,7 @@ def test_tables_are_no_traced_tensors_after_a_capture_nor_after_a_refusal(table,
     torch.testing.assert_close(model(ROWS), _expected())
 
 
-@pytest.mark.filterwarnings("ignore:forward.. keeps a tensor")
+@pytest.mark.filterwarnings("ignore:forward.. assigns attribute")
 @pytest.mark.parametrize("table", REFUSED.values(), ids=REFUSED.keys())
 def test_what_becomes_a_tensor_in_forward_is_refused_by_its_name_and_left_alone(table):
     model = Tabled(table)

@@ -19,6 +19,8 @@ from torch.utils.data import DataLoader
 from autopart.ir.errors import BatchError
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+_VALUES = {int: torch.int64, float: torch.float64, str: None, bytes: None}
+"""Types of leaves that a program may be free of, with the dtype in which it reads numbers."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,8 @@ class Batch:
     Python asks about the numbers of the batch; None if unknown.  stands_in: whether another rank has the numbers.
     masks: what the first attention masks hide (`reads.masks`), if the batch is not to be asked; None to ask it.  kept:
     values that the program begins with instead of computing them (`shortened.without_prefix`), by name, cut along axis
-    0; the program has them as inputs behind the tensor leaves.
+    0; the program has them as inputs behind the tensor leaves.  free: the leaves, by index, that were numbers or texts
+    and whose values the program does not depend on: numbers are tensors here, which it reads (`watch.values`).
     """
 
     leaves: tuple[Any, ...]
@@ -44,6 +47,7 @@ class Batch:
     stands_in: bool = False
     masks: tuple[str, ...] | None = None
     kept: tuple[tuple[str, torch.Tensor], ...] = ()
+    free: tuple[int, ...] = ()
 
     @property
     def plain(self) -> Batch:
@@ -63,10 +67,29 @@ class Batch:
         for _, tensor in self.kept:
             yield tensor, True
 
-    def signature(self) -> tuple[Any, ...]:
-        """Return everything but the number of rows that a captured program depends on; equal on every rank."""
+    @property
+    def values(self) -> tuple[int, ...]:
+        """The leaves, by index, that are numbers or texts."""
+        return tuple(place for place, leaf in enumerate(self.leaves) if type(leaf) in _VALUES)
+
+    def freed(self, free: Sequence[int]) -> Batch:
+        """Return the batch with these leaves free, numbers as tensors."""
+        leaves = list(self.leaves)
+        for place in free:
+            dtype = _VALUES[type(leaves[place])]
+            leaves[place] = leaves[place] if dtype is None else torch.tensor(leaves[place], dtype=dtype)
+        return replace(self, leaves=tuple(leaves), free=tuple(free))
+
+    def signature(self, free: Sequence[int] = ()) -> tuple[Any, ...]:
+        """Return everything but the number of rows that a captured program depends on; equal on every rank.  free: more
+        leaves whose values do not count."""
         leaves = zip(self.leaves, self.splits, strict=True)
-        plain: tuple[Any, ...] = (str(self.spec), tuple(_leaf_signature(leaf, split) for leaf, split in leaves))
+        parts = [_leaf_signature(leaf, split) for leaf, split in leaves]
+        for place in (*self.free, *free):
+            leaf = self.leaves[place]
+            kind = type(leaf.item()) if isinstance(leaf, torch.Tensor) else type(leaf)
+            parts[place] = ("free", kind.__name__)
+        plain: tuple[Any, ...] = (str(self.spec), tuple(parts))
         if self.masks is not None:
             plain = (*plain, self.masks)
         if self.kept:

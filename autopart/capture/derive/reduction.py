@@ -18,6 +18,7 @@ from autopart.ir.shares import RowLayout
 from autopart.ir.size import Size
 from autopart.passes.loss.derive import UnprovenRows, derive_loss_weight
 from autopart.passes.loss.layouts import find_layouts
+from autopart.passes.loss.steady import steady_updates
 
 WHOLE = LossReduction("any")
 Layouts = Mapping[str, RowLayout | None]
@@ -26,10 +27,12 @@ Layouts = Mapping[str, RowLayout | None]
 
 @dataclass(frozen=True, slots=True)
 class BatchRule:
-    """How a kind of batch is cut.  reduction: how losses of parts combine; layouts: of the values that replicas cut."""
+    """How a kind of batch is cut.  reduction: how losses of parts combine; layouts: of the values that replicas cut;
+    steady: buffers that a step updates once."""
 
     reduction: LossReduction
     layouts: Layouts = field(default_factory=dict)
+    steady: frozenset[str] = frozenset()
 
 
 def couples_rows(graph: Graph, *, synced: bool = False) -> bool:
@@ -59,6 +62,14 @@ def family_of_batch(captures: Captures, batch: Batch, micro_rows: Sequence[int])
     base = Size(max(2, *micro_rows))
     other = another_size(base, [Size(batch.rows or 1)])  # the whole batch may take another branch
     return ProgramFamily(captures, batch, captures(batch, base), captures(batch, other))
+
+
+def rule_of(
+    family: ProgramFamily, reduction: LossReduction, crossing: Collection[str], drawn: Collection[str]
+) -> BatchRule:
+    """Return how batches are cut whose losses combine by `reduction`; the values as for `row_layouts`."""
+    steady = steady_updates(family.base.graph, family.other.graph) if family.other is not None else frozenset[str]()
+    return BatchRule(reduction, row_layouts(family, reduction, crossing, drawn), steady)
 
 
 def loss_reduction(family: ProgramFamily, splits: Sequence[Sequence[int]], stated: str) -> LossReduction:

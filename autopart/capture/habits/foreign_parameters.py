@@ -87,7 +87,8 @@ def _refusal(tensor: torch.Tensor) -> RefusedError:
             "forward() takes a gradient with torch.func (grad, vjp, jacrev or hessian)",
             where=user_line(),
             why="torch.export cannot trace a backward of torch.func",
-            fix="use forward-mode derivatives (torch.func.jvp), or write the derivative out",
+            fix="write the derivative out, or use forward-mode derivatives (torch.func.jvp) where the function "
+            "consists of linear layers and elementary ops (tanh, GELU, exp; not softmax, SiLU or norms)",
         )
     return RefusedError(
         f"a parameter that belongs to neither the model nor the loss function is used, of shape {tuple(tensor.shape)}",

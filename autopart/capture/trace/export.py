@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+import traceback
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from autopart.capture.reads.host_reads import Asker
 from autopart.capture.source_location import user_place
 from autopart.capture.trace.autocast import Autocast
 from autopart.capture.watch.observed import Observed, Observer, check_kept
+from autopart.capture.watch.values import ValueUsed, standing
 from autopart.ir.errors import AutopartError, CaptureError
 
 LossFn = Callable[[Any, Any], torch.Tensor]
@@ -73,7 +75,8 @@ class Wrapper(nn.Module):
         """Run the model, and the loss function if there is one, in everything that sees what they do."""
         queue = iter(tensors)
         leaves = tuple(next(queue) if isinstance(x, torch.Tensor) else x for x in self._batch.leaves)
-        args, kwargs, target = unflatten(leaves, self._batch.spec)
+        used: list[int] = []
+        args, kwargs, target = unflatten(standing(self._batch, leaves, used), self._batch.spec)
         functions = [self.loss_fn] if self.loss_fn is not None else []
         self.asker.begin()
         with contextlib.ExitStack() as around:
@@ -93,6 +96,8 @@ class Wrapper(nn.Module):
                 if self._autocast is not None and found.dtype is self._autocast.dtype is torch.float16:
                     found = found.float()  # the scaled gradient of an fp16 loss would be infinite
             observer.end(constants_asked=self.asker.constants_asked)
+            if used:
+                raise ValueUsed(used[0])
             return found
 
     def _outputs_of(self, result: Any) -> tuple[torch.Tensor, ...]:
@@ -191,9 +196,21 @@ def explained(error: Exception, model: nn.Module) -> CaptureError:
             why="the branch depends on sizes that the data decides, such as those of x[mask] or nonzero()",
             fix=size_fix(model),
         )
+    if any(frame.f_code.co_name == "_jvp_with_argnums" for frame, _ in traceback.walk_tb(error.__traceback__)):
+        return CaptureError(
+            "torch.func.jvp cannot be captured through an op of this function",
+            where=where,
+            why=(str(error).strip() or type(error).__name__).splitlines()[0],
+            fix=JVP_FIX,
+        )
     return _untraceable(error, where)
 
 
+JVP_FIX = (
+    "write the derivative out; or write the op by elementary ones, through which torch.func.jvp can be captured: x * x "
+    "for square, x * x.sigmoid() for SiLU, softmax as e / e.sum(-1, keepdim=True) with e = x.exp(), norms by mean and "
+    "rsqrt"
+)
 _KNOWN = (  # what torch's message says, as a regular expression; what, why, fix of ours
     (
         r"\.numpy\(\) is not supported|Unable to get .* numpy|numpy\.ndarray",
@@ -212,7 +229,7 @@ _KNOWN = (  # what torch's message says, as a regular expression; what, why, fix
         "a tensor made while the model was traced is kept where tracing does not see it",
         "it stands in a container, a global or a closure, or is a gradient with regard to a parameter",
         "pass it on as an argument or a result; a derivative with regard to a parameter write out, or take it forwards "
-        "(torch.func.jvp)",
+        "(torch.func.jvp, through elementary ops such as tanh and linear)",
     ),
 )
 

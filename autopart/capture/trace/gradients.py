@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from autopart.capture.source_location import user_line_of_text
 from autopart.capture.trace.equal_calls import call_key, tensor_kind
+from autopart.capture.trace.export import JVP_FIX
 from autopart.ir.errors import RefusedError
 from autopart.ir.graph import Graph
 from autopart.rng import keyed
@@ -65,11 +66,14 @@ def _call(node: fx.Node, env: dict[fx.Node, Any]) -> Any:
     result = target(*args, **kwargs)
     for tensor in _tensors(result):
         if tensor.grad_fn is not None and tensor.grad_fn.name().endswith("NotImplemented"):
+            derived = "_backward" in str(target)
             raise RefusedError(
                 f"{target} has no derivative",
                 where=user_line_of_text(node.meta.get("stack_trace")),
-                why="it stands where the model changes a tensor in place, and a gradient has to flow through it",
-                fix="write that line without changing a tensor in place",
+                why="it is the derivative of an op, which forward() takes, and torch has no derivative of it"
+                if derived
+                else "it stands where the model changes a tensor in place, and a gradient has to flow through it",
+                fix=JVP_FIX if derived else "write that line without changing a tensor in place",
             )
     return result
 

@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.export import ExportedProgram
+from torch.export import ExportedProgram, exported_program
 from torch.export.graph_signature import ExportGraphSignature
 
 from autopart.capture.habits.habits import HABITS
 from autopart.capture.source_location import user_line_of_text
 from autopart.capture.trace.autocast_regions import replace_region, spread_autocast
+from autopart.capture.trace.export import JVP_FIX
 from autopart.capture.trace.functional import functional_graph
 from autopart.capture.trace.grouped_queries import group_queries
 from autopart.ir.errors import RefusedError
@@ -43,6 +44,7 @@ def _name(target: Any) -> str:
 
 def lower(program: ExportedProgram) -> tuple[ExportedProgram, fx.GraphModule]:
     """Return the functional program (for its signature) and its flat graph, lowered.  O(nodes)."""
+    _refuse_lost_derivatives(program.graph)
     _inline_grad_regions(program.graph_module, program.graph_signature)
     program, graph = _functional(program)
     _refuse_higher_order(graph)
@@ -152,6 +154,27 @@ def _refuse_mutation(region: fx.GraphModule) -> None:
                 why="its effect on gradients cannot be told from the captured graph",
                 fix="write to a copy, or register the tensor as a buffer",
             )
+
+
+def _refuse_lost_derivatives(graph: fx.Graph) -> None:
+    """Refuse forward-mode derivatives through an op that torch keeps whole: it loses them, often in silence."""
+    dual: set[fx.Node] = set()
+    whole: set[Any] = set()
+    for node in graph.nodes:
+        name = str(getattr(node.target, "__name__", ""))
+        if "_make_dual" in name:
+            ops: Any = exported_program
+            whole = whole or ops._collect_all_valid_cia_ops() - {_aten.linear.default}
+            dual.add(node)
+        elif not dual.isdisjoint(node.all_input_nodes) and "_unpack_dual" not in name:
+            dual.add(node)
+            if node.target in whole or isinstance(node.target, torch._ops.HigherOrderOperator):
+                raise RefusedError(
+                    f"torch.func.jvp cannot be captured through {_name(node.target)}",
+                    where=user_line_of_text(node.meta.get("stack_trace")),
+                    why="torch keeps this op whole while it captures, and loses its forward-mode derivative",
+                    fix=JVP_FIX,
+                )
 
 
 def _refuse_higher_order(graph: fx.Graph) -> None:

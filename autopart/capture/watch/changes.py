@@ -161,7 +161,7 @@ def check_tensors(model: nn.Module | Trained, before: Mapping[str, tuple[str, to
             raise RefusedError(
                 f"{kind} {name} was {became} after the model was compiled",
                 why="the pipeline, and the optimizer made for it, hold what was there before",
-                fix="change its values in place (parameter.data.copy_(...), pipe.load_state_dict(...)), or "
+                fix="change its values in place (parameter.copy_(...) under no_grad, pipe.load_state_dict(...)), or "
                 "close the pipe and compile the model again",
             )
     for name, (kind, _) in before.items():

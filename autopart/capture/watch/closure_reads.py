@@ -10,7 +10,7 @@ from __future__ import annotations
 import dis
 import functools
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -200,6 +200,12 @@ def functions_of(thing: Any) -> Iterator[types.FunctionType]:
     if isinstance(held, dict) and callable(thing) and not isinstance(thing, nn.Module):
         found.append(held.get("__wrapped__"))
     yield from (inner for inner in found if isinstance(inner, types.FunctionType))
+
+
+def mentions(readings: Iterable[Reading], word: str) -> bool:
+    """Return whether a function among the readings mentions a name."""
+    read = [reading.value for reading in readings if reading.name == "__code__"]
+    return any(word in code.co_names for outer in read for code in _codes(outer))
 
 
 def _words(function: types.FunctionType) -> set[str]:

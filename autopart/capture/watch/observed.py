@@ -16,6 +16,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from autopart.capture.guards import CaptureWarning
 from autopart.capture.watch.closure_reads import MODULES_OWN, WHOLE, Reading, Surroundings
-from autopart.capture.watch.fingerprint import ABSENT, attributes_of, described
+from autopart.capture.watch.fingerprint import ABSENT, attributes_of, described, fingerprint
 from autopart.ir.errors import RefusedError
 
 
@@ -35,7 +36,7 @@ class Observed:
 
     readings: by home and name.  training: modules whose training flag was read.  order: modules whose parameters,
     buffers or modules were iterated over.  numbers: tensors of which a Python number was read.  changed: refusals of
-    what forward() changed.  kept: tensor attributes that it assigned, with the value that it read before, or None.
+    what forward() changed.  kept: attributes that it assigned, with the tensor that it read before, or None.
     """
 
     readings: dict[tuple[int, str], Reading] = field(default_factory=dict)
@@ -67,7 +68,8 @@ class Observer:
         for path, module in self._paths.values():
             self._around.reach(module, path)
         self._noted: set[tuple[int, str]] = set()
-        self._written: dict[tuple[int, str], Any] = {}
+        self._written: dict[tuple[int, str], tuple[Any, Any]] = {}  # the object, and a fingerprint of the value before
+        self._by_torch: set[tuple[int, str]] = set()
         self._busy = False
         self._constants: dict[int, torch.Tensor] = {}
 
@@ -92,11 +94,10 @@ class Observer:
         for reading in list(self._around.found.values()):
             if reading.changed():
                 self._judge(reading)
-        for (place, name), owner in self._written.items():
-            if any(
-                isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((attributes_of(owner) or {}).get(name))
-            ):
-                self._observed.kept[_joined(self._around.objects[place][1], name)] = None
+        for key, (owner, before) in self._written.items():
+            now = (attributes_of(owner) or {}).get(key[1], ABSENT)
+            if key not in self._by_torch and fingerprint(now) != before:
+                self._observed.kept.setdefault(_joined(self._around.objects[key[0]][1], key[1]), None)
         self._observed.readings.update(self._around.found)
 
     def _judge(self, reading: Reading) -> None:
@@ -146,7 +147,10 @@ class Observer:
         key = (id(thing), name)
         new = key not in self._noted and key[0] in self._around.objects
         if new and threading.get_ident() == self._tracer and not _is_torchs_own(thing, name):
-            self._written[key] = thing
+            if key not in self._written:
+                self._written[key] = thing, fingerprint((attributes_of(thing) or {}).get(name, ABSENT))
+            if _writer(sys._getframe(2)).co_filename.startswith(_TORCH):
+                self._by_torch.add(key)
         assign(thing, name, value)
 
     def _read(self, thing: Any, name: str, code: types.CodeType) -> None:
@@ -154,7 +158,7 @@ class Observer:
         if self._busy or key in self._noted or key[0] not in self._around.objects:
             return
         whole = name in _WHOLES
-        if whole and (code in _BY_NAME or code.co_filename == functools.__file__):
+        if whole and (code.co_filename == functools.__file__ or _looks_for_one(code)):
             return
         if isinstance(thing, nn.Module):
             if name == "training" or whole:
@@ -186,8 +190,19 @@ class Observer:
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 _WHOLES = frozenset((WHOLE, "__reduce_ex__", "__getstate__", "__copy__", "__deepcopy__", "__dir__"))
 """Reads that return all attributes at once."""
-_BY_NAME = {nn.Module.__getattr__.__code__, nn.Module.__setattr__.__code__, nn.Module.__delattr__.__code__}
-"""Functions that look for one tensor or module, in no order."""
+_TORCH = str(Path(torch.__file__).parent)
+
+
+def _looks_for_one(code: types.CodeType) -> bool:
+    """Return whether a function is one of nn.Module's own, which look for one name, in no order, but for `__dir__`."""
+    return code.co_filename == nn.modules.module.__file__ and code.co_name != "__dir__"
+
+
+def _writer(frame: types.FrameType) -> types.CodeType:
+    """Return the code that assigns an attribute, through methods that do."""
+    while frame.f_code.co_name == "__setattr__" and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code
 
 
 def _is_torchs_own(thing: Any, name: str) -> bool:
@@ -248,7 +263,9 @@ def check_kept(observed: Observed, constants: Mapping[str, Any]) -> None:
                 fix="make it a buffer (register_buffer), which is carried from step to step",
             )
         warnings.warn(
-            f"forward() keeps a tensor in attribute {place}: a pipeline does not keep it", CaptureWarning, stacklevel=2
+            f"forward() assigns attribute {place}: a pipeline does not keep what it assigns",
+            CaptureWarning,
+            stacklevel=2,
         )
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from autopart.capture import CaptureCache, Captured
 from autopart.capture.batch.batch import Batch
-from autopart.capture.derive.reduction import WHOLE, BatchRule, family_of_batch, loss_reduction, row_layouts
+from autopart.capture.derive.reduction import WHOLE, BatchRule, family_of_batch, loss_reduction, rule_of
 from autopart.capture.derive.rows import require_same_program
 from autopart.ir.plan import Decision
 from autopart.ir.program import Program
@@ -122,7 +122,7 @@ class Executor:
         self.fitting: range | None = None
 
     @property
-    def _rule(self) -> BatchRule:
+    def rule(self) -> BatchRule:  # known from the first batch on
         assert self._given_rule is not None
         return self._given_rule
 
@@ -243,8 +243,8 @@ class Executor:
             for number, stage in self._stages.items()
         }
         uneven = is_uneven(self.shares)
-        rowless = {name for name, layout in self._rule.layouts.items() if layout is None}
-        idle = idle_by_slot(self._graph, self._rule.reduction, own, rowless) if self._train and uneven else {}
+        rowless = {name for name, layout in self.rule.layouts.items() if layout is None}
+        idle = idle_by_slot(self._graph, self.rule.reduction, own, rowless) if self._train and uneven else {}
         return BatchPlan(rows, inputs, key, own, idle, uneven, scale)
 
     def _inputs(self, batch: Batch, rows: Sequence[int], *, sharded: bool) -> list[Mapping[str, torch.Tensor]]:
@@ -275,7 +275,7 @@ class Executor:
                 mine = self._counted(batch, rows, sharded=sharded)
         except FAILURES as error:
             failure = error
-        width, own, first = count_width(self._rule.reduction), iter(mine), self.decision.stages[0].ranks
+        width, own, first = count_width(self.rule.reduction), iter(mine), self.decision.stages[0].ranks
         seen = next(own, -math.inf) if self._rank in first else -math.inf
         owners = counting_ranks(rows, self._divisions, first, sharded=sharded) if width else ()
         pieces = [next(own, 0.0) if rank == self._rank else -math.inf for rank in owners for _ in range(width)]
@@ -286,7 +286,7 @@ class Executor:
         if most != -least:
             raise self._world.known(different_batches(first))
         if not sharded:
-            self._agreed[rows] = None if width else loss_shares(self._rule.reduction, rows, self._divisions)
+            self._agreed[rows] = None if width else loss_shares(self.rule.reduction, rows, self._divisions)
         return [most, *counts]
 
     def _derived(self, batch: Batch, rows: Sequence[int]) -> BatchRule:
@@ -297,7 +297,7 @@ class Executor:
             family = family_of_batch(self._context.captures, batch, several)
             reduction = loss_reduction(family, (several,), self._context.options.loss_reduction)
             divided = divided_values(self.decision, self._graph, self._code.prologue_of(batch))
-            return BatchRule(reduction, row_layouts(family, reduction, *divided))
+            return rule_of(family, reduction, *divided)
 
     def prepare(self, batch: Batch, rows: Sequence[int], *, sharded: bool = False) -> None:
         """Make the code for every number of rows.  Local; raises RefusedError when the model runs another program at
@@ -310,10 +310,10 @@ class Executor:
             wanted = {own: [] for own in code_sizes(self.decision.stages[0], self._first_rank, rows)}
         for own in sorted(wanted, reverse=True):
             if not self._code.has(own, wanted[own]):
-                self._code.add(self._capture(batch, own), batch, wanted[own], self._rule)
-        if not set(self._rule.reduction.counted()) <= set(self._graph.inputs):
+                self._code.add(self._capture(batch, own), batch, wanted[own], self.rule)
+        if not set(self.rule.reduction.counted()) <= set(self._graph.inputs):
             for own in sorted(set(self._own_sizes(tuple(rows), sharded=sharded)), reverse=True):
-                self._counts.add(self._capture(batch, own), self._rule.reduction)
+                self._counts.add(self._capture(batch, own), self.rule.reduction)
         self._code.checks.check_constants()
 
     def _capture(self, batch: Batch, rows: int) -> Captured:
@@ -335,18 +335,18 @@ class Executor:
         sizes = self._own_sizes(rows, sharded=sharded)
         if sizes:
             self._code.checks.check_masks(batch, self._graph.inputs)
-        if not count_width(self._rule.reduction):
+        if not count_width(self.rule.reduction):
             return [seen]
         inputs = inputs_of(batch, self._graph.inputs, sizes, self._world.device, range(len(sizes)))
         alone = len(pieces_of(rows, self._divisions)) == 1
-        measured = self._counts.measured(self._rule.reduction, sizes, list(inputs.values()), alone=alone)
+        measured = self._counts.measured(self.rule.reduction, sizes, list(inputs.values()), alone=alone)
         return [seen, *(number for numbers in measured for number in numbers)]
 
     def _shares(self, rows: tuple[int, ...], counts: Sequence[float], *, sharded: bool) -> Shares:
         """Return the shares of replicas in the loss of a batch.  counts: of all pieces."""
         if not sharded and (known := self._agreed.get(rows)) is not None:
             return known
-        return counted_shares(self._rule.reduction, rows, self._divisions, counts)
+        return counted_shares(self.rule.reduction, rows, self._divisions, counts)
 
     # -- the program and what plays it -----------------------------------------------------------------------------
 
@@ -395,5 +395,5 @@ class Executor:
     def _stage_runner(self, program: Program, stage: int) -> StageRunner:
         back = frozenset(name for e in program.edges if e.dst == stage for name in e.grads)
         out = frozenset(name for e in program.edges if e.src == stage for name in e.grads)
-        codes, held, out = self._code.modules[stage], self._tensors.held, out | {self._graph.outputs[0]}
-        return StageRunner(codes, held, back, out, synced=stage in self._synced, update=self._update)
+        given = self._code.modules[stage], self._tensors.held, back, out | {self._graph.outputs[0]}
+        return StageRunner(*given, synced=stage in self._synced, steady=self.rule.steady, update=self._update)

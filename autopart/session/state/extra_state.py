@@ -49,25 +49,22 @@ def gather_extra_state(session: Session) -> dict[str, Any]:
     if world.size == 1 or not session.captures.trained.stateful():
         return {}
     everyone = world.gather_objects({name: _sent(module) for name, module in counting_here(session).items()})
-    found = {}
-    for name, sent in [each for rank, own in enumerate(everyone) if rank != world.rank for each in own.items()]:
-        if isinstance(sent, bytes):
-            found[name] = pickle.loads(sent)
-        else:
+    theirs = {name: sent for rank, own in enumerate(everyone) if rank != world.rank for name, sent in own.items()}
+    for name, why in theirs.items():
+        if isinstance(why, str):
             warnings.warn(
                 f"the extra state of {name or 'the model'} cannot be sent between ranks, and stays that of this rank "
-                f"({sent}); let get_extra_state() return tensors, numbers, texts, lists and dicts",
+                f"({why}); let get_extra_state() return tensors, numbers, texts, lists and dicts",
                 stacklevel=2,
             )
-    return found
+    return {name: pickle.loads(sent) for name, sent in theirs.items() if isinstance(sent, bytes)}
 
 
 def _sent(module: nn.Module) -> bytes | str:
     """Return extra state pickled, with tensors on the CPU, or why it cannot be."""
     try:
         state = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().cpu(), module.get_extra_state())
-        sent = pickle.dumps(state)
-        pickle.loads(sent)
+        pickle.loads(sent := pickle.dumps(state))
     except Exception as error:  # of the model's own code too
         return f"{type(error).__name__}: {error}"
     return sent
@@ -76,7 +73,7 @@ def _sent(module: nn.Module) -> bytes | str:
 def sync_extra_state(session: Session) -> None:
     """Give the modules of this rank's model the extra state of the ranks where it counts.  Collective."""
     modules, states = session.captures.trained.stateful(), gather_extra_state(session)
-    if modules and session.world.size > 1:
+    if modules:
         with together(session.world, "giving modules their extra state"):
             changed = {name: state for name, state in states.items() if pickle.dumps(state) != _sent(modules[name])}
             give_extra_state(session.captures.trained, changed)
@@ -106,12 +103,11 @@ def saved_extra_state(modules: Mapping[str, nn.Module]) -> tuple[dict[str, Any],
 
 def read_extra_state(trained: Trained, saved: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Return what `saved_extra_state` kept for the modules of a model.  Raises CheckpointError for other modules."""
-    if (saved or {}).keys() != (known := trained.stateful().keys()):
-        wrong = sorted((saved or {}).keys() ^ known)[0]
+    known, saved = trained.stateful().keys(), saved if isinstance(saved, dict) else {}
+    for wrong in sorted(saved.keys() ^ known):
         raise CheckpointError(
             "the checkpoint is of another model",
-            why=f"the extra state of module {wrong or '(the model itself)'} is "
-            + ("missing" if wrong in known else "not in the model"),
+            why=f"the extra state of module {wrong} is {'missing' if wrong in known else 'not in the model'}",
             fix="build the model as in the run that was saved",
         )
-    return {name: decoded(state, f"the extra state of module {name}", tensors) for name, state in (saved or {}).items()}
+    return {name: decoded(state, f"the extra state of module {name}", tensors) for name, state in saved.items()}

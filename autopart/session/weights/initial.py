@@ -12,7 +12,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,15 +28,6 @@ Method = Callable[[], Any]
 _Initialiser = tuple[str, nn.Module, list[Method], nn.Module | None]
 _DONE = "_is_hf_initialized"
 """What transformers marks a module with whose initialisation has run; that of some modules around it asks for it."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A tensor in a module: registry[key]."""
-
-    registry: dict[str, torch.Tensor | None]
-    key: str
-    name: str
 
 
 def initial_values(
@@ -216,31 +206,15 @@ def _required(method: Callable[..., Any]) -> int:
 @contextmanager
 def _in_place(model: Trained, tensors: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
     """Put tensors into the model's places for them, and the meta device everywhere else; yields what is there."""
-    before = [(place, place.registry[place.key]) for place in _places(model)]
-    every = dict[str, torch.Tensor]()
-    try:
-        for place, own in before:
-            assert own is not None
-            given = tensors.get(place.name)
-            every[place.name] = place.registry[place.key] = _decoy(own) if given is None else given
+    own = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    every = {name: tensors[name] if name in tensors else _decoy(tensor) for name, tensor in own}
+    with model.holding(every):
         yield every
-    finally:
-        for place, own in before:
-            place.registry[place.key] = own
 
 
 def _decoy(tensor: torch.Tensor) -> torch.Tensor:
     """Return what takes the writes to a tensor that keeps its value."""
     return like(tensor, torch.device("meta"))
-
-
-def _places(model: Trained) -> Iterator[_Place]:
-    for name, module in model.named_modules():
-        registries: list[dict[str, Any]] = [module._parameters, module._buffers]
-        for registry in registries:
-            for key, tensor in registry.items():
-                if tensor is not None:
-                    yield _Place(registry, key, f"{name}.{key}" if name else key)
 
 
 def _require_written(model: Trained, wanted: Iterable[str], written: set[str]) -> None:

@@ -30,12 +30,8 @@ class StoredValues:
         found = found_at(path)
         self._checkpoint: Stored | None = opened(found, read_document(found)) if found is not None else None
         self._weights: TensorFiles = self._checkpoint.weights if self._checkpoint is not None else open_tensors(path)
+        self.by_own_names = found is not None  # of parameters and buffers, whatever a state_dict() makes of them
         self._names: dict[str, str] = {}
-
-    @property
-    def by_own_names(self) -> bool:
-        """Whether these are parameters and buffers of a model by their own names: those of a checkpoint."""
-        return self._checkpoint is not None
 
     def require(self, wanted: Mapping[str, torch.Tensor], names: Mapping[str, Iterable[str]]) -> None:
         """Find the stored tensor of each wanted one.

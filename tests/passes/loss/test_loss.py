@@ -113,7 +113,7 @@ class Counting(nn.Module):
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen += 1
+        self.seen += x.detach().square().sum()
         return self.norm(x).square().mean() / (self.seen if self.reads else 1)
 
 

@@ -26,6 +26,7 @@ from support.jobs.script_events import Event, change, draw, words
 from support.jobs.step_jobs import cluster
 from support.models import script_models as models
 from support.models.script_models import COUPLED, PARTS, Scripted, batch, shares
+from support.oracles.one_process import counters_of
 
 TOLERANCE = 1e-9
 NUDGES, SPREADS = 3, 10.0
@@ -154,8 +155,9 @@ class Plain(Player):
         ]
 
     def step(self) -> Any:
-        pieces, total = self.pieces(), 0.0
+        pieces, total, again = self.pieces(), 0.0, counters_of(self.model)
         for piece, share in zip(pieces, shares(self.model, pieces), strict=True):
+            again()
             loss = self.model(**piece)["loss"] * (share if len(pieces) > 1 else 1.0)
             if share == 0.0:  # no target counts: its mean would be NaN, and the batch's loss leaves it out
                 continue

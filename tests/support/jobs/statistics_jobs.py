@@ -15,7 +15,16 @@ from autopart.session.step.parts import micro_cut
 from support.jobs.replica_jobs import Counts, replica_options
 from support.jobs.step_jobs import EVERY, cluster, compiled, fresh, refusal_of
 from support.models.small_models import Small, floats, mse
-from support.oracles.one_process import Difference, Expected, case_rows, difference, plain_loss, plain_step, rows_of
+from support.oracles.one_process import (
+    Difference,
+    Expected,
+    case_rows,
+    counters_of,
+    difference,
+    plain_loss,
+    plain_step,
+    rows_of,
+)
 
 Shares = tuple[tuple[int, ...] | str, ...]
 """For each stage the relative shares of rows of its replicas, () for equal ones, or "turn" for the policy."""
@@ -62,13 +71,14 @@ def normed(counts: Counts) -> dict[str, Any]:
         gradients = pipe.gradients()
         buffers = {n: t.clone() for n, t in pipe.session.tensors.held.items() if "running" in n or "tracked" in n}
     each = rows // 2 // counts[0]
-    expected = 0.0
+    expected, again = 0.0, counters_of(first)
     for place, start in enumerate(range(0, rows, each)):
         part = case_rows(batch, start, start + each)
         share = plain_loss(case, model, part) * (each / rows)
         share.backward()
         expected += share.item()
         if place % counts[0] == 0:
+            again()
             plain_loss(case, first, part)
     wanted = {n: t for n, t in first.named_buffers() if n in buffers}
     off = max((buffers[n].double() - t.double()).abs().max().item() for n, t in wanted.items())
@@ -146,7 +156,9 @@ def in_turn(name: str, counts: Counts, micros: int, rows: tuple[int, ...], recom
             cut = micro_cut(step_rows, pipe.plan.micro_rows)
             expected = Expected.of(plain_step(case, reference, batch, len(cut)), reference)
             found.append(difference(loss, pipe.gradients(), {}, expected, DTYPE))
+            again = counters_of(first)
             for micro in range(0, len(cut), count):
+                again()
                 plain_loss(case, first, case_rows(batch, sum(cut[:micro]), sum(cut[: micro + 1])))
         held = {n: t for n, t in pipe.session.tensors.held.items() if "running" in n or "tracked" in n}
         wanted = dict(first.named_buffers())

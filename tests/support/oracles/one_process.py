@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -46,12 +46,24 @@ def plain_step(case: Small | Case, model: nn.Module, batch: Any, micros: int) ->
             loss.backward()
         return loss.detach()
     pieces = [case_rows(batch, a, b) for a, b in _ranges(rows_of(batch), micros)]
-    total = torch.zeros(())
+    total, again = torch.zeros(()), counters_of(model)
     for piece in pieces:
+        again()
         loss = plain_loss(case, model, piece) * (rows_of(piece) / rows_of(batch))
         loss.backward()
         total = total + loss.detach()
     return total
+
+
+def counters_of(model: nn.Module) -> Callable[[], None]:
+    """Return what sets the counters of a model to their present values: a step counts once, not each micro-batch."""
+    counters = [(b, b.clone()) for name, b in model.named_buffers() if name.endswith(("tracked", "count"))]
+
+    def again() -> None:
+        for counter, value in counters:
+            counter.copy_(value)
+
+    return again
 
 
 def _ranges(rows: int, micros: int) -> list[tuple[int, int]]:

@@ -183,7 +183,7 @@ class Activations:
 
         rows: that are read next.  Raises RefusedError."""
         if rows and self._unproven <= 0:
-            code.prove()
+            code.sources.prove()
             self._unproven = len(self._store)
         self._unproven -= rows
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -38,35 +39,26 @@ class FrozenCode:
     device: torch.device
     _made: dict[tuple[tuple[str, ...], tuple[str, ...]], StageModule] = field(default_factory=dict)
     _inputs: dict[tuple[str, ...], tuple[int, ...]] = field(default_factory=dict)
-    _sources: Sources | None = None
     _tags: dict[tuple[str, ...], Tag] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def tensors(self) -> tuple[str, ...]:
-        """The model's parameters and buffers that the values depend on."""
-        return tuple(name for name in self._read if self.captured.names.kinds[name] != "constant")
-
-    @property
-    def _read(self) -> tuple[str, ...]:
+        """The parameters, buffers and constants that the values depend on."""
         return tuple(dict.fromkeys(name for op in self._ops((), self.values) for name in op.params))
 
-    def follow(self, tensors: Tensors) -> bool:
-        """Look at the model's tensors, by name; return whether what the values depend on may have changed since.
+    @cached_property
+    def sources(self) -> Sources:
+        """The same, as they are."""
+        kinds, held = self.captured.names.kinds, self.captured.tensors
+        return Sources(self.tensors, {name: held[name] for name in self.tensors if kinds[name] == "constant"})
 
-        O(tensors); reads all numbers after a change."""
-        if self._sources is None:
-            constants = {*self._read}.difference(self.tensors)
-            self._sources = Sources(self._read, {name: self.captured.tensors[name] for name in constants})
-        changed = self._sources.follow(tensors)
+    def follow(self, tensors: Tensors) -> bool:
+        """Return whether a tensor that the values depend on may have changed, as `Sources.follow`."""
+        changed = self.sources.follow(tensors)
         if changed:
             self._tags.clear()
             self._made.clear()  # constants may have been copied to a device
         return changed
-
-    def prove(self) -> None:
-        """Raise RefusedError if a tensor was written to unnoticed (`Sources.prove`)."""
-        assert self._sources is not None
-        self._sources.prove()
 
     def tag(self, values: tuple[str, ...]) -> Tag:
         """Return what values of this program are.  They depend on the ops that make them, which hold all Python values
@@ -75,8 +67,7 @@ class FrozenCode:
             digest = hashlib.blake2b(digest_size=16)
             if self.starts_at(values):
                 code = self._code((), values)
-                assert self._sources is not None
-                sums = [self._sources.checksum(name) for name in code.params]
+                sums = [self.sources.sums[name] for name in code.params]
                 digest.update(repr((text_of(code.module), code.inputs, sums)).encode())
             self._tags[values] = values, digest.digest()
         return self._tags[values]

@@ -235,7 +235,7 @@ def _given(sample: Any, what: str) -> Any:
 
 
 def _sample(sample: Any, what: str, options: Options) -> Batch:
-    return flatten(_given(sample, what), with_target=options.loss_fn is not None)
+    return flatten(_given(sample, what), with_target=options.loss_fn is not None, rows_axis=options.rows_axis)
 
 
 def _cluster(cluster: ClusterLike) -> Cluster:

@@ -190,13 +190,13 @@ def contrastive(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(output @ target.T, torch.arange(output.shape[0]))
 
 
-def test_a_loss_that_couples_the_rows_is_refused_with_a_fix() -> None:
-    data = (torch.ones(8, 16), torch.ones(8, 16))
+def test_a_loss_that_couples_the_rows_has_one_micro_batch_or_is_refused_with_a_fix() -> None:
+    options = {"sample": (torch.ones(8, 16), torch.ones(8, 16)), "loss_fn": contrastive, "costs": "analytic"}
     with pytest.raises(RefusedError, match="micro_batches=1"):
-        autopart.plan(Layers(), SLOW, sample=data, loss_fn=contrastive, costs="analytic")
-    assert autopart.plan(
-        Layers(), SLOW, sample=data, loss_fn=contrastive, costs="analytic", micro_batches=1
-    ).micro_rows == (8,)
+        autopart.plan(Layers(), SLOW, micro_batches=2, **options)
+    plan = autopart.plan(Layers(), SLOW, **options)
+    assert plan.micro_rows == (8,) and any("only one micro-batch was tried" in note for note in plan.notes)
+    assert autopart.plan(Layers(), SLOW, micro_batches=1, **options).micro_rows == (8,)
 
 
 def test_separate_batch_statistics_of_replicas_are_noted() -> None:

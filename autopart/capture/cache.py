@@ -6,6 +6,7 @@ import hashlib
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from autopart.capture.batch.batch import Batch
+from autopart.capture.batch.guesses import FLATTENED, in_words, other_guesses
 from autopart.capture.capture import Captured, capture
 from autopart.capture.guards import CaptureWarning, check_model
 from autopart.capture.recent import Recent
@@ -23,7 +25,7 @@ from autopart.capture.trained import Trained
 from autopart.capture.watch.changes import ModelWatch, check_tensors, tensors_of
 from autopart.capture.watch.observed import Observed
 from autopart.capture.watch.values import ValueUsed, free_of
-from autopart.ir.errors import UsageError
+from autopart.ir.errors import AutopartError, CaptureError, UsageError
 from autopart.ir.plan import Precision
 from autopart.ir.size import Size
 
@@ -90,11 +92,12 @@ class CaptureCache:
             self.kept.add(key, captured)
         if captured is None:
             began, known = time.perf_counter(), self.seconds
-            captured = capture(
-                self.model, batch, size=size, loss_fn=self._loss_fn, mode=mode,
-                whole=lambda: self(batch, Size(batch.rows or 1), mode), autocast=self.autocast,
-                values_come=self.values_come,
-            )  # fmt: skip
+            try:
+                captured = self._capture(batch, size, mode)
+            except ValueUsed:
+                raise
+            except CaptureError as error:
+                raise self._explained(error, batch, size, mode) from error.__cause__
             self.seconds = known + time.perf_counter() - began  # with the captures that this one asked for
             self._tensors = self._tensors or tensors_of(self.trained)
             if captured.questions is not None:
@@ -113,6 +116,32 @@ class CaptureCache:
             if self.trained.loss_fn is not None:
                 self._watches.append(ModelWatch(self.trained.loss_fn, Observed(order=self._observed.order), {}))
         return captured
+
+    def _capture(self, batch: Batch, size: Size, mode: str) -> Captured:
+        return capture(
+            self.model, batch, size=size, loss_fn=self._loss_fn, mode=mode,
+            whole=lambda: self(batch, Size(batch.rows or 1), mode), autocast=self.autocast,
+            values_come=self.values_come,
+        )  # fmt: skip
+
+    def _explained(self, error: CaptureError, batch: Batch, size: Size, mode: str) -> CaptureError:
+        """Return the error of a capture at some rows of a batch.  If the whole batch can be captured, it says which
+        inputs were taken to have rows, and looks for a statement with which these rows can be captured too."""
+        try:
+            if batch.rows in (None, size.rows) or size.rows == 1:
+                return error
+            self(batch, Size(batch.rows or 1), mode)
+        except AutopartError:
+            return error
+        fix = FLATTENED
+        for name, axis, guess in other_guesses(batch):
+            with suppress(AutopartError):
+                self._capture(guess, size, mode)
+                fix = f'pass rows_axis={{"{name}": {axis}}}: with it these rows can be captured'
+                break
+        why = f"{error.why or error.what}; {in_words(batch)}"
+        what = f"the model runs on the whole batch, and not on {size.rows} rows cut from its inputs"
+        return CaptureError(what, where=error.where, why=why, fix=f"{fix}; or use micro_batches=1 and replicas=1")
 
     def _bytes_of(self, captured: Captured) -> int:
         """Estimate the bytes of host memory that a capture adds.  A constant that another capture has too, such as a

@@ -44,6 +44,7 @@ _METAVARS = {
     "cuts": "MODULE",
     "together": "MODULE+MODULE",
     "pins": "MODULE=STAGE",
+    "rows_axis": "INPUT=AXIS|none",
     "token_slices": "auto|K|LENGTHS",
     "recompute": "auto|off|all|PATTERN",
     "schedule": "|".join((*choices("schedule"), "FILE.csv")),
@@ -54,11 +55,13 @@ _REPEATED = {
     "cuts": "repeat, or separate by commas",
     "together": "join the modules of a group with +; repeat",
     "pins": "repeat",
+    "rows_axis": "repeat",
     "recompute": "repeat",
 }
 _TEXTS = {
     "replicas": "devices that run each stage on different rows: one number, or one for each stage",
     "pins": "stage that runs a module",
+    "rows_axis": "axis on which an input has rows, or none",
     "cache": "search again instead of reusing the plan of an earlier, identical question",
     "seed": "seed of the weights and of dropout",
 }
@@ -132,6 +135,14 @@ def _value(name: str, given: Any) -> Any:
             if not path or not stage.isdecimal():
                 raise UsageError(f"--pin {path + sign + stage!r} is not understood", fix="write --pin lm_head=3")
         return {path: int(stage) for path, _, stage in pairs}
+    if name == "rows_axis":
+        pairs = [text.rpartition("=") for text in given]
+        for path, sign, axis in pairs:
+            if not path or not (axis == "none" or axis.isdecimal()):
+                raise UsageError(
+                    f"--rows-axis {path + sign + axis!r} is not understood", fix="write --rows-axis positions=1"
+                )
+        return {path: None if axis == "none" else int(axis) for path, _, axis in pairs}
     if name in ("replicas", "token_slices", "zero"):
         words = given.split(",")
         if all(word.strip().isdecimal() for word in words):

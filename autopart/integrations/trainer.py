@@ -6,22 +6,22 @@
 A callback of `Trainer` sees steps and cannot run them, so the smallest place for a pipeline is a subclass.  Every rank
 reads the same whole batches, in the order of a single process.  Steps, evaluation and prediction run in the pipeline;
 the model on each rank has the newest weights of that rank's stage alone, and all of them before it is saved and at the
-end of `train`.
+end of `train`.  What other classes override runs too, or is refused (`trainer_limits`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
-from torch.utils.data import DataLoader
 
 from autopart.api import compile as compile_pipe
-from autopart.ir.errors import UsageError
+from autopart.integrations.trainer_limits import refused, require_possible
+from autopart.integrations.trainer_parts import PipelineModel, first_batch, undivided
 from autopart.session.pipe.pipe import Pipe
 
 STATE = "autopart"
@@ -31,81 +31,147 @@ STATE = "autopart"
 class PipelineMixin:
     """Runs the steps of a `transformers.Trainer` as a pipeline.  Write it before the trainer class.
 
-    pipeline: keyword arguments of `autopart.compile` besides the model and the sample; "cluster" too.  Start the script
-    with torchrun.  While `train` runs, `pipe` is the running pipeline; it is planned for the first batch.  After
-    `train` the model on every rank has the trained weights.
+    pipeline: keyword arguments of `autopart.compile` besides the model and the sample; "cluster" too.  The attribute of
+    this name counts where a class in front of the mixin takes no such argument.  Start the script with torchrun.  While
+    `train` runs, `pipe` is the running pipeline; it is planned for the first batch.  After `train` the model on every
+    rank has the trained weights.
 
-    Raises UsageError, where the trainer is made or its first batch is read, for what a pipeline cannot do: a loss
-    outside of the model, fp16, DeepSpeed and FSDP, several devices in one process, streamed datasets.
+    A class in front of the mixin may override any method that it passes on to `super()`.  Raises UsageError, where the
+    class or the trainer is made or before its first step, for what a pipeline cannot do: a loss outside of the model,
+    settings that docs/trainer.md does not list, methods behind the mixin that would never run, streamed datasets.
     """
 
     pipe: Pipe | None = None
-    _rows = 0
+    pipeline: dict[str, Any] | None = None
+    _model: PipelineModel
+    _used: tuple[Any, dict[str, int]] = (None, {})
+    """The optimizer of the `train` before, and this rank's parameters in it."""
+    _stepped = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        before = cls.__mro__[: cls.__mro__.index(PipelineMixin)]
+        if any((kind.__module__, kind.__name__) == ("transformers.trainer", "Trainer") for kind in before):
+            names = [kind.__name__ for kind in cls.__bases__ if not issubclass(kind, PipelineMixin)]
+            raise refused(
+                f"{cls.__name__} has PipelineMixin behind Trainer",
+                "no method of the mixin would run",
+                f"class {cls.__name__}({', '.join([*names[:1], 'PipelineMixin', 'Trainer'])})",
+            )
 
     def __init__(self, *args: Any, pipeline: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        self._pipeline = dict(pipeline or {})
+        self._pipeline = dict(pipeline or self.pipeline or {})
         super().__init__(*args, **kwargs)
         trainer: Any = self
-        _require_possible(trainer)
+        require_possible(trainer, PipelineMixin, REPLACED)
         trainer.args.average_tokens_across_devices = False  # all ranks have the same tokens
 
     # -- training --------------------------------------------------------------------------------------------------
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train, and leave the pipeline at the end, with the trained weights in the model of every rank."""
-        trainer: Any = super()
+        """Train, and leave the pipeline at the end, with the trained weights in the model of every rank.
+
+        A second call goes on with the optimizer of the first one, as it does without a pipeline."""
         own: Any = self
-        if own.optimizer is not None:
-            raise _refused(
-                "an optimizer was passed", "it has parameters of other ranks", 'name it: optim="adamw_torch"'
+        passed = own.optimizer is not None and own.optimizer is not self._used[0]
+        if passed or (own.lr_scheduler is not None and self._used[0] is None):
+            raise refused(
+                "an optimizer was passed" if passed else "a scheduler was passed",
+                "it has parameters of other ranks",
+                'name it (optim="adamw_torch"), or override create_optimizer and create_scheduler',
             )
         try:
-            result = trainer.train(*args, **kwargs)
+            result = super().train(*args, **kwargs)  # type: ignore[misc]
         except BaseException:
             if self.pipe is not None:
-                self.pipe.close(sync=False)
-                self.pipe = None
+                self._leave(sync=False)
             raise
         self._leave()
         return result
 
-    def _leave(self) -> None:
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Compile the model for the first batch, then run the trainer's loop."""
+        own: Any = self
+        loader = undivided(own.get_train_dataloader())
+        sample = first_batch(loader, own._prepare_inputs)
+        sample = self._counted(sample, own._get_num_items_in_batch([sample], own.args.device))
+        options = {"precision": "bf16" if own.args.bf16 else None, **self._pipeline}
+        if own.args.torch_compile:
+            options.setdefault("backend", "inductor")
+        self.pipe = compile_pipe(own.model, options.pop("cluster", None), sample=sample, **options)
+        self._model = PipelineModel(self.pipe, own.args.device)
+        self._stepped = False
+        return super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
+
+    def _leave(self, *, sync: bool = True) -> None:
         """Bring all weights to the model of this rank, and end the pipeline.  Collective."""
         own: Any = self
         if self.pipe is not None:
-            self.pipe.close()
+            self._used = own.optimizer, self._parameters()
+            self.pipe.close(sync=sync)
             self.pipe = None
-            own.optimizer = None  # of parameters of the pipeline
             own.model_wrapped = own.model
 
-    def create_optimizer(self, model: Any = None) -> Any:
-        """Compile the model for the first batch, and make the optimizer of this rank's parameters."""
+    def _parameters(self) -> dict[str, int]:
+        assert self.pipe is not None
+        return {name: id(parameter) for name, parameter in self.pipe.named_parameters() if parameter.numel()}
+
+    def set_initial_training_values(self, args: Any, dataloader: Any, *more: Any) -> Any:
+        """Count the batches of a single process."""
+        return super().set_initial_training_values(args, undivided(dataloader), *more)  # type: ignore[misc]
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """Make the optimizer of this rank's parameters: `self.model` has these alone meanwhile."""
         own: Any = self
-        if self.pipe is None:
-            with torch.random.fork_rng():  # reading a batch draws a seed
-                sample = own._prepare_inputs(next(iter(own.get_train_dataloader())))
-            sample = self._counted(sample, own._get_num_items_in_batch([sample], own.args.device))
-            options = {"precision": "bf16" if own.args.bf16 else None, **self._pipeline}
-            if own.args.torch_compile:
-                options.setdefault("backend", "inductor")
-            self.pipe = compile_pipe(own.model, options.pop("cluster", None), sample=sample, **options)
-        return super().create_optimizer(self.pipe)  # type: ignore[misc]
+        whole, own.model = own.model, self._model
+        empty = next(self._model.parameters())  # where a rank has no parameters, each pipe has another one for it
+        for group in own.optimizer.param_groups if own.optimizer is not None else ():
+            group["params"] = [one if one.numel() else empty for one in group["params"]]
+        try:
+            return super().create_optimizer()  # type: ignore[misc]
+        finally:
+            own.model = whole
 
     def get_decay_parameter_names(self, model: Any) -> list[str]:
         """Return the names of the parameters that decay; the modules of the whole model decide."""
-        own: Any = self
-        names: list[str] = super().get_decay_parameter_names(own.model)  # type: ignore[misc]
+        assert self.pipe is not None
+        names: list[str] = super().get_decay_parameter_names(self.pipe.model)  # type: ignore[misc]
         return names
+
+    def _require_own_parameters(self) -> None:
+        """Raise UsageError if this rank's optimizer has parameters that this rank does not train, or the optimizer of
+        the `train` before lacks some."""
+        own: Any = self
+        optimizer, before = self._used
+        mine = self._parameters()
+        driven = {id(one) for group in own.optimizer.param_groups for one in group["params"] if one.numel()}
+        if not driven <= set(mine.values()) or (own.optimizer is optimizer and before != mine):
+            raise refused(
+                "the optimizer has other parameters than this rank trains",
+                f"{_home(self, 'create_optimizer')}.create_optimizer took them elsewhere than from self.model, or a "
+                "train() before had another plan",
+                "take them from self.model.named_parameters() there; before a second train() with another plan, set "
+                "trainer.optimizer = None, and pass resume_from_checkpoint= to keep its state",
+            )
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         """Run a step of the pipeline; return its loss as the trainer counts it, with its share of the accumulation."""
         own: Any = self
-        model.train()
+        if self.pipe is None:
+            what = f"_inner_training_loop is overridden in {_home(self, '_inner_training_loop')}"
+            raise refused(what, "the model is compiled there", "call super()._inner_training_loop(...)")
+        if not self._stepped:
+            self._require_own_parameters()
+        self.pipe.train()
+        if callable(getattr(own.optimizer, "train", None)):
+            own.optimizer.train()
         inputs = self._counted(own._prepare_inputs(inputs), num_items_in_batch)
-        divided = "num_items_in_batch" in inputs
+        divided = getattr(own, "loss_is_scaled_for_ga", None)
+        if divided is None:
+            divided = "num_items_in_batch" in inputs
         share = 1.0 if divided else 1.0 / own.current_gradient_accumulation_steps
-        assert self.pipe is not None
         loss = self.pipe.step(inputs, scale=share if share != 1.0 else None)
+        self._stepped = True
         scaled: torch.Tensor = loss.detach() * share
         return scaled
 
@@ -120,7 +186,7 @@ class PipelineMixin:
         return {**inputs, "num_items_in_batch": items}
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
-        return model if self.pipe is None else _Trained(self.pipe)
+        return model if self.pipe is None else self._model
 
     def _clip_grad_norm(self, model: Any) -> Any:
         own: Any = self
@@ -129,61 +195,59 @@ class PipelineMixin:
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         assert self.pipe is not None
+        if not self._stepped:
+            raise refused(
+                f"{_home(self, 'training_step')}.training_step ran no step of the pipeline for an update",
+                "a gradient that it computes itself is of this rank's copy of the model",
+                "call super().training_step(model, inputs, num_items_in_batch)",
+            )
         return self.pipe.clip_grad_norm_(float("inf")) if grad_norm is None else grad_norm
 
-    # -- data ------------------------------------------------------------------------------------------------------
-
-    def get_train_dataloader(self) -> DataLoader[Any]:
-        """Return the loader of a single process: whole batches, the same on every rank."""
-        return _whole_batches(super().get_train_dataloader())  # type: ignore[misc]
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
-        """Return the loader of a single process: whole batches, the same on every rank."""
-        return _whole_batches(super().get_eval_dataloader(eval_dataset))  # type: ignore[misc]
-
-    def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
-        """Return the loader of a single process: whole batches, the same on every rank."""
-        return _whole_batches(super().get_test_dataloader(test_dataset))  # type: ignore[misc]
+    # -- what all ranks have alike -----------------------------------------------------------------------------------
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Return the rows of an update: all ranks work on the same batch."""
         own: Any = self
         return int(own._train_batch_size * args.gradient_accumulation_steps)
 
-    # -- evaluation and whole weights --------------------------------------------------------------------------------
+    def floating_point_ops(self, inputs: Any) -> Any:
+        """Return this rank's share: the trainer adds up those of all ranks, which have the same batch."""
+        own: Any = self
+        return super().floating_point_ops(inputs) / max(1, own.args.world_size)  # type: ignore[misc]
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        own: Any = self
+        before = own.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)  # type: ignore[misc]
+        added = own.state.num_input_tokens_seen - before
+        own.state.num_input_tokens_seen = before + added // max(1, own.args.world_size)
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate whole batches on every rank, so that there is nothing to gather."""
-        self.gather_function = self._own_rows  # the loop sets it back at its end
-        return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+        own: Any = self  # the loop sets its function back at its end
+        own.gather_function = _all if own.gather_function == own.accelerator.gather else self._gathered
+        if self.pipe is not None and _home(self, "prediction_step") != "transformers.Trainer":
+            self.pipe.sync_model()  # what is overridden may use self.model, as generation does
+        return super().evaluation_loop(undivided(dataloader), *args, **kwargs)  # type: ignore[misc]
 
-    def prediction_step(
-        self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
-    ) -> tuple[Any, Any, Any]:
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
         """Return loss, outputs and labels of a batch, from the pipeline while it trains.  Collective."""
         own: Any = self
-        self._rows = len(next(iter(inputs.values())))
-        if self.pipe is None:
-            plain: tuple[Any, Any, Any] = super().prediction_step(  # type: ignore[misc]
-                model, inputs, prediction_loss_only, ignore_keys
-            )
-            return plain
-        inputs = own._prepare_inputs(inputs)
-        labels = {name: inputs[name] for name in own.label_names if inputs.get(name) is not None}
-        counted = self._counted(inputs, own._get_num_items_in_batch([inputs], own.args.device))
-        loss = self.pipe.eval_loss(counted).detach() if labels else None
-        if prediction_loss_only:
-            return loss, None, None
-        outputs = self.pipe.predict({name: value for name, value in inputs.items() if name not in labels})
-        ignored = set(ignore_keys or ()) | set(getattr(own.model.config, "keys_to_ignore_at_inference", ()))
-        found = [value for name, value in outputs.items() if name not in ignored]
-        told = list(labels.values())
-        return loss, found[0] if len(found) == 1 else tuple(found), told[0] if len(told) == 1 else tuple(told) or None
+        if self.pipe is not None:
+            labelled = bool(own.label_names) and all(inputs.get(name) is not None for name in own.label_names)
+            self._model.loss_only = bool(prediction_loss_only) and labelled
+        return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)  # type: ignore[misc]
 
-    def _own_rows(self, found: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return results of the batch that was evaluated last, as all ranks have them; the trainer repeats its loss for
-        as many rows as a full batch has."""
-        return tree_map(lambda value: value[: self._rows], found)
+    def _gathered(self, found: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return what all ranks have, cut as the results of a single process: the trainer repeats the loss of the
+        last batch for as many rows as a full one has."""
+        own: Any = self
+        state = own.accelerator.gradient_state
+        if not state.end_of_dataloader or state.remainder <= 0:
+            return found
+        return tree_map(lambda value: value[: state.remainder], found)
+
+    # -- weights and checkpoints -------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the whole model from rank 0.  Collective."""
@@ -195,8 +259,6 @@ class PipelineMixin:
         self._leave()
         super()._load_best_model()  # type: ignore[misc]
 
-    # -- checkpoints -----------------------------------------------------------------------------------------------
-
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         own: Any = self
         assert self.pipe is not None
@@ -206,85 +268,50 @@ class PipelineMixin:
         own: Any = self
         if checkpoint is None:
             return
-        if not os.path.isdir(Path(checkpoint) / STATE):
-            raise _refused(
+        if os.path.isdir(Path(checkpoint) / STATE):
+            assert self.pipe is not None
+            self.pipe.load(Path(checkpoint) / STATE, _plain(own.optimizer), own.lr_scheduler)
+        elif os.path.exists(Path(checkpoint) / "optimizer.pt"):
+            raise refused(
                 f"{checkpoint} is a checkpoint of a plain Trainer",
                 "its optimizer state is of a single process",
                 "start from its weights: from_pretrained",
-            )
-        assert self.pipe is not None
-        self.pipe.load(Path(checkpoint) / STATE, _plain(own.optimizer), own.lr_scheduler)
+            )  # of a model alone (save_only_model) there is nothing to load, without a pipeline neither
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        own: Any = self
+        if checkpoint is not None:
+            name = f"rng_state_{own.args.process_index}.pth" if own.args.world_size > 1 else "rng_state.pth"
+            saved = [Path(checkpoint) / one for one in (name, "rng_state.pth", "rng_state_0.pth")]
+            first = next((path for path in saved if path.exists()), saved[0])
+            if first is not saved[0]:  # of another number of ranks, which all drew the same
+                shutil.copyfile(first, saved[0])
+        super()._load_rng_state(checkpoint)  # type: ignore[misc]
 
 
-class _Trained:
-    """What the loop of the trainer may do with the model that it trains."""
-
-    def __init__(self, pipe: Pipe | None) -> None:
-        assert pipe is not None
-        self._pipe = pipe
-        self.train, self.eval, self.zero_grad = pipe.train, pipe.eval, pipe.zero_grad
-        self.parameters, self.named_parameters = pipe.parameters, pipe.named_parameters
-
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context that does nothing: the sums of replicas add up over the steps of an accumulation."""
-        return contextlib.nullcontext()
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"the model that a pipeline trains has no {name!r}; use trainer.model or trainer.pipe")
+REPLACED = (
+    "training_step",
+    "_clip_grad_norm",
+    "_get_grad_norm",
+    "_wrap_model",
+    "get_total_train_batch_size",
+    "_save_optimizer_and_scheduler",
+    "_load_optimizer_and_scheduler",
+)
+"""Methods of the mixin that do not call those of the classes behind it."""
 
 
-class _WholeBatches(DataLoader[Any]):
-    """A loader whose sampler knows the epoch, as that of Accelerate does."""
-
-    def set_epoch(self, epoch: int) -> None:
-        """Tell the sampler the epoch."""
-        sampler: Any = getattr(self.batch_sampler, "sampler", None)
-        if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(epoch)
+def _home(trainer: Any, method: str) -> str:
+    """Return the name of the first class that has a method, besides the mixin."""
+    kind = next(kind for kind in type(trainer).__mro__ if kind is not PipelineMixin and method in vars(kind))
+    return "transformers.Trainer" if kind.__module__ == "transformers.trainer" else kind.__name__
 
 
-def _whole_batches(loader: Any) -> DataLoader[Any]:
-    """Return a loader of the batches that Accelerate's loader divides among the ranks."""
-    if isinstance(loader.dataset, torch.utils.data.IterableDataset):
-        raise _refused("a streamed dataset", "ranks could read different batches", "pass a dataset with a length")
-    batches = loader.batch_sampler
-    return _WholeBatches(
-        loader.dataset,
-        batch_sampler=getattr(batches, "batch_sampler", batches),
-        collate_fn=loader.collate_fn,
-        num_workers=loader.num_workers,
-        worker_init_fn=loader.worker_init_fn,
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
-    )
+def _all(found: Any) -> Any:
+    """Return results as all ranks have them."""
+    return found
 
 
 def _plain(optimizer: Any) -> Any:
     """Return the optimizer inside Accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)
-
-
-def _require_possible(trainer: Any) -> None:
-    """Raise UsageError for settings that a pipeline cannot follow."""
-    args = trainer.args
-    if not type(trainer).compute_loss.__module__.startswith("transformers."):
-        raise _refused("compute_loss is overridden", "the loss is computed inside the pipeline", _LOSS)
-    if trainer.compute_loss_func is not None:
-        raise _refused("compute_loss_func is given", "the loss is computed inside the pipeline", _LOSS)
-    if trainer.label_smoother is not None:
-        raise _refused("label_smoothing_factor is set", "the loss is computed inside the pipeline", _LOSS)
-    if args.fp16:
-        raise _refused("fp16 is set", "the scale of the loss belongs to the pipeline there", "use bf16=True")
-    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
-        raise _refused("DeepSpeed or FSDP is set", "they shard the model too", "drop it: the plan shares memory")
-    if args.n_gpu > 1:
-        raise _refused("one process sees several GPUs", "a rank of the pipeline has one", "start it with torchrun")
-    if args.auto_find_batch_size:
-        raise _refused("auto_find_batch_size is set", "the plan is made to fit the memory", "drop it")
-
-
-_LOSS = "let forward() return the loss for labels"
-
-
-def _refused(what: str, why: str, fix: str) -> UsageError:
-    return UsageError(f"a Trainer on a pipeline: {what}", why=why, fix=fix)

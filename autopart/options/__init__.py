@@ -64,6 +64,7 @@ class OptionsDict(TypedDict, total=False):
     prove: float
     cache: bool
     watch: Watch | None
+    rows_axis: Mapping[str, int | None] | None
     loss_reduction: Literal["auto", "mean", "sum", "token-mean"] | None
     non_finite: Literal["auto", "skip", "raise"] | None
     seed: int
@@ -127,6 +128,8 @@ class Options:
         watch           watch(phase, best step in ns or 0, lower bound in ns or 0), called during the search
 
     Running:
+        rows_axis       axis on which inputs have rows, None for an input without: {"positions": 1, "weights": None};
+                        of others, those whose axis 0 has as many entries as most others' are taken to have rows there
         loss_reduction  how the losses of rows combine: "auto" derives it; "mean", "sum", "token-mean" are checked
         non_finite      what a step does when a gradient is infinite or NaN on any rank: "skip" adds nothing and sets
                         `Pipe.skipped`, "raise" raises NonFiniteError, "auto" skips in fp16 and otherwise does not check
@@ -167,6 +170,7 @@ class Options:
     prove: float = 0.0
     cache: bool = True
     watch: Watch | None = None
+    rows_axis: Mapping[str, int | None] = field(default_factory=dict)
     loss_reduction: str = "auto"
     non_finite: str = "auto"
     seed: int = 0
@@ -263,6 +267,10 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and value > 0
 
 
+def _is_axis(value: Any) -> bool:
+    return value is None or type(value) is int
+
+
 def _is_flag(value: Any) -> bool:
     return isinstance(value, bool)
 
@@ -314,6 +322,10 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "zero": (
         lambda value: value == "auto" or (type(value) is int and value in (0, 1)),
         'use 0, 1 or "auto": only ZeRO-1 exists, replicas share the optimizer state, not gradients or weights',
+    ),
+    "rows_axis": (
+        lambda axes: isinstance(axes, Mapping) and all(isinstance(n, str) and _is_axis(axes[n]) for n in axes),
+        'map names of inputs to an axis, or to None: rows_axis={"positions": 1, "class_weights": None}',
     ),
     "master_weights": (_is_flag, _FLAG),
     "sync_batchnorm": (_is_flag, _FLAG),

@@ -26,7 +26,7 @@ from autopart.costs.sources import GROUP_NS, CostedGraph, costed, source_for
 from autopart.files.caches.plan_cache import find_plan, keep_plan, planner_digest
 from autopart.files.plans import VERSION, load_plan, match_plan
 from autopart.ir.cluster import Cluster
-from autopart.ir.errors import InfeasibleError, PlanError, RefusedError, UsageError
+from autopart.ir.errors import AutopartError, CaptureError, InfeasibleError, PlanError, RefusedError, UsageError
 from autopart.ir.graph import Graph, LossReduction
 from autopart.ir.plan import Plan, Precision
 from autopart.ir.program import BUCKET_BYTES
@@ -104,6 +104,20 @@ def make_plan(
         return _given(given, captures, batch, cluster, options)
     if options.backend == "auto":
         return _with_backend(captures, batch, cluster, options, to_run=to_run)
+    try:
+        return _searched(captures, batch, cluster, options, to_run=to_run)
+    except (CaptureError, RefusedError) as refusal:
+        if options.micro_batches is not None or batch.rows in (None, 1):
+            raise
+        try:  # the whole batch may still run
+            found = _searched(captures, batch, cluster, replace(options, micro_batches=1), to_run=to_run)
+        except AutopartError:
+            raise refusal from None
+        return replace(found, plan=found.plan.with_notes(f"only one micro-batch was tried: {refusal.what}"))
+
+
+def _searched(captures: CaptureCache, batch: Batch, cluster: Cluster, options: Options, *, to_run: bool) -> Planned:
+    """Return the best plan that the options allow, as `make_plan` describes."""
     # The program at every size that micro-batches may have, from captures at two sizes.
     splits = ways_to_split(batch, options.micro_batches)
     first = _first_size(splits, batch, cluster, options)

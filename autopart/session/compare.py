@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from autopart.capture import CaptureCache
-from autopart.capture.batch.batch import Batch, flatten, unflatten
+from autopart.capture.batch.batch import Batch, flatten
 from autopart.capture.derive.reduction import couples_rows, coupling_ops
 from autopart.capture.guards import check_model
 from autopart.capture.trace.export import LossFn, loss_of, scalar
@@ -141,7 +141,7 @@ def verify_step(
             f"{first} is on the meta device: there is no model to compare with",
             fix="verify a small model of the same code, with values",
         )
-    batch = flatten(sample, with_target=options.loss_fn is not None)
+    batch = flatten(sample, with_target=options.loss_fn is not None, rows_axis=options.rows_axis)
     with _pipe_of_copy(model, cluster, sample, options) as pipe:
         if not find(pipe.plan.schedule).synchronous:
             asynchronous = UsageError(
@@ -248,7 +248,7 @@ def plain_outcome(
         for tensors, weight in zip(batch.to(device).micro(micro_rows), weights, strict=True):
             queue = iter(tensors)
             leaves = tuple(next(queue) if isinstance(x, torch.Tensor) else x for x in batch.leaves)
-            args, kwargs, target = unflatten(leaves, batch.spec)
+            args, kwargs, target = batch.arguments(leaves)
             for buffer, value in once:
                 buffer.copy_(value)
             result = model(*args, **kwargs)

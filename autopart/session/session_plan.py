@@ -89,7 +89,7 @@ class SessionPlan:
         self.captures = captures
         self.options = options
         self.cluster = cluster
-        self._reader = BatchReader()
+        self._reader = BatchReader(options.rows_axis)
         self._kinds = KnownKinds()
         self.spans: list[Span] | None = None
         self.tied: Mapping[str, str] = {}

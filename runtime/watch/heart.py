@@ -22,11 +22,13 @@ from typing import Any
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from autopart.runtime import activity
-from autopart.runtime.watch.processes import this_machine
+from autopart.runtime.watch.processes import state_of, this_machine
 
 BEAT_S, READ_S = 1.0, 0.25
 STORE_S = 120e-6
 """Seconds between two readings for each rank of the group: with many ranks all read less often."""
+LAST_S, LOOK_S = 5.0, 0.02
+"""Seconds for which rank 0 waits for the others at the end, and between two looks."""
 FORGET_S = 3.0
 """Seconds without reading a rank after which what was read before is out of date."""
 
@@ -50,10 +52,10 @@ class Heart:
     def __init__(self, store: Store, rank: int, size: int, life: int) -> None:
         """life: number of the restart of the ranks, where the store has keys of earlier ones."""
         self._store = PrefixStore(f"autopart/watch/{life}", store.clone())  # type: ignore[attr-defined]
-        self._rank = rank
+        self._rank, self._size = rank, size
         self._read_s = max(READ_S, size * STORE_S)
         self._forget_s = max(FORGET_S, 3 * self._read_s)
-        self._machine, self._beats = this_machine(), 0
+        self._machine, self._beats, self._phase = this_machine(), 0, activity.BUSY
         self._group = ""
         self._report: tuple[str, str] | None = None
         self._reported = threading.Event()
@@ -114,6 +116,22 @@ class Heart:
         self._wake.set()
         self._thread.join(1.0)
 
+    def await_others(self) -> None:
+        """Wait until the other ranks have sent their last heartbeat: the store ends with this process, and theirs would
+        fail then, which torch prints in many lines."""
+        end, left = time.monotonic() + LAST_S, [rank for rank in range(self._size) if rank != self._rank]
+        while left and not self.lost and time.monotonic() < end:
+            left = [rank for rank in left if not self._gone(rank)]
+            time.sleep(LOOK_S if left else 0.0)
+
+    def _gone(self, rank: int) -> bool:
+        """Whether a rank sends nothing more, or cannot."""
+        if not self._store.check([f"beat/{rank}"]):
+            return False
+        beat = json.loads(self._store.get(f"beat/{rank}"))
+        ended = beat["machine"] == self._machine and state_of(beat["pid"]) == "gone"
+        return bool(beat["phase"] == activity.AWAY or ended)
+
     # -- in its own thread ---------------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -126,7 +144,8 @@ class Heart:
             try:
                 if self._report is not None:
                     self._publish(*self._report)
-                if ending or question is not None or now - beat_at >= BEAT_S:
+                news = self._phase != activity.current().phase  # such as the end of a capture
+                if ending or news or question is not None or now - beat_at >= BEAT_S:
                     self._beat()
                     beat_at = now
                 self._read_cause()
@@ -148,6 +167,7 @@ class Heart:
 
     def _beat(self) -> None:
         status, self._beats = activity.current(), self._beats + 1
+        self._phase = status.phase
         beat = {
             "beat": self._beats, "pid": os.getpid(), "machine": self._machine, "label": activity.text_of(status.label),
             "note": activity.text_of(status.note), "waits": status.waits, "phase": status.phase,

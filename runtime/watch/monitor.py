@@ -53,7 +53,7 @@ class Monitor:
         self.verdict: WorkerError | None = None
         self._breakers: list[Callable[[], None]] = []
         self._heart: Heart | None = None
-        self._rank0_has_store = False
+        self._rank0_has_store = self._told = False
         self._machine, self._pid = this_machine(), os.getpid()
         self._wait_key, self._wait_from = (-1, NOBODY), 0.0
         self._stopped_from: dict[int, float] = {}
@@ -97,6 +97,7 @@ class Monitor:
 
     def tell(self, error: BaseException) -> None:
         """Tell the other ranks why this one failed."""
+        self._told = True
         if self._heart is not None:
             self._heart.tell(_report(self.rank, error, known=error is self.verdict or is_effect(error)))
 
@@ -104,11 +105,14 @@ class Monitor:
         """Return the error that happened first, if `error` only follows from another."""
         if not is_effect(error):
             return error
+        if self._heart is not None and not self._heart.lost:  # what is known of the others may be of long ago
+            self._heart.wanted = self._with_near(self._heart.wanted)
+            self._heart.hurry()
+            self._heart.failed()
         pause_s = max(0.02, self.size * STORE_S)
         end = time.monotonic() + max(CAUSE_S, 3 * pause_s)
         while self.verdict is None and time.monotonic() < end:
             if self._heart is not None:
-                self._heart.wanted = self._with_near(self._heart.wanted)
                 self._heart.hurry()
                 cause = self._heart.cause
                 if cause is not None and cause["rank"] != self.rank:
@@ -132,6 +136,8 @@ class Monitor:
         if heart is not None:
             with suppress(Exception):  # of its store
                 heart.stop()
+                if self.rank == 0 and self._rank0_has_store and self.verdict is None and not self._told:
+                    heart.await_others()
 
     # -- in its own thread -----------------------------------------------------------------------------------------
 
@@ -250,6 +256,8 @@ class Monitor:
         doing, waits = beat["note"], beat["waits"]
         if not dead and phase != AWAY and silent >= QUIET_S:
             doing, waits = f"{doing}; {_silence(silent, runs=bool(pid))}", NOBODY
+        if dead and phase != AWAY:
+            doing += ", in its last heartbeat"
         return RankState(rank, beat["label"], doing, phase, waits, max(0.0, now - seen.same_at), dead)
 
     def _dead(self, rank: int, pid: int | None, silent: float, now: float) -> str:

@@ -4,6 +4,8 @@ e2e/test_elastic.py)."""
 from __future__ import annotations
 
 import logging
+import os
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -138,6 +140,40 @@ def test_a_changed_file_in_memory_is_named_and_the_checkpoint_is_loaded(tmp_path
     again, *_ = trained(tmp_path / "run", 0)
     again.close()
     assert again.steps == 2
+
+
+@pytest.mark.parametrize("count", [12, pytest.param(200, marks=pytest.mark.slow)])
+def test_whatever_is_damaged_in_memory_the_run_goes_on_from_there_or_from_the_checkpoint(
+    tmp_path: Path, memory: Path, caplog: pytest.LogCaptureFixture, count: int
+) -> None:
+    pipe, optimizer, scheduler = trained(tmp_path / "run")
+    pipe.save(tmp_path / "run", optimizer, scheduler)
+    jobs.train(pipe, optimizer, scheduler, range(2, 3))
+    optimizer.zero_grad()
+    lose_a_rank(pipe)
+    pipe.close()
+    shutil.copytree(memory, tmp_path / "whole")
+    again, optimizer, scheduler = trained(tmp_path / "none", 0)
+    steps = []
+    for seed in range(count):
+        shutil.rmtree(memory)
+        shutil.copytree(tmp_path / "whole", memory)
+        draw = random.Random(seed)
+        path = draw.choice(sorted(memory.glob("*/start-*/rank-*/*")))
+        raw, place = path.read_bytes(), draw.randrange(path.stat().st_size)
+        how = draw.choice(("flip", "flip", "cut", "gone", "pipe"))
+        path.unlink()
+        if how == "pipe":
+            os.mkfifo(path)
+        elif how != "gone":
+            path.write_bytes(raw[:place] + (bytes([raw[place] ^ 4]) + raw[place + 1 :] if how == "flip" else b""))
+        with caplog.at_level(logging.WARNING, "autopart"):
+            caplog.clear()
+            again.load(tmp_path / "run", optimizer, scheduler)
+        steps.append(again.steps)
+        assert (again.steps, "cannot continue from memory" in caplog.text) in ((2, True), (3, False)), (path, how)
+    again.close()
+    assert steps.count(2) > count // 2
 
 
 @pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.slow)])

@@ -11,13 +11,15 @@ from support.oracles.sliced import CPU, analysed, future_shows, inputs_of, run_s
 from torch.nn import functional as F
 
 import autopart
-from autopart.capture import CaptureCache
+from autopart.capture import CaptureCache, capture
 from autopart.capture.batch.batch import flatten
 from autopart.capture.derive.token_axis import token_recipe
 from autopart.ir.errors import RefusedError, UsageError
 from autopart.ir.plan import Stage
 from autopart.ir.size import Size
 from autopart.passes.tokens.recipe import Recipe
+from autopart.runtime.tensors import LocalTensors
+from autopart.session.code.slicing import SliceChecks
 from autopart.session.code.split import casts_of
 from autopart.session.code.token_slices import slice_stage
 
@@ -148,16 +150,43 @@ def test_a_mask_buffer_of_just_the_sequence_length_is_sliced_exactly():
     assert worst_error(gradients, expected) <= 1e-10
 
 
-@pytest.mark.parametrize("loaded", [False, True])
-def test_a_mask_that_was_changed_after_it_was_proven_causal_is_refused(loaded):
+@pytest.mark.parametrize("kind", ["written", "loaded", "plain"])
+def test_a_mask_that_was_changed_after_it_was_proven_causal_is_refused(kind):
     model, batch = MaskBuffer(2 * SEQ), token_batch()
+    if kind == "plain":  # an attribute that is no buffer
+        seen = model.seen
+        del model.seen
+        model.seen = seen
     with autopart.compile(model, "cpu:1", sample=batch, token_slices=2, costs="analytic", cache=False) as pipe:
         pipe.step(batch)
         changed = model.seen.clone()
         changed[..., :2] = 1.0
-        if loaded:
+        if kind == "loaded":
             pipe.load_state_dict({**pipe.state_dict(), "seen": changed})
         else:
             model.seen.copy_(changed)
-        with pytest.raises(autopart.RefusedError, match="buffer was changed on which the proof rests"):
+        with pytest.raises(autopart.RefusedError, match="tensor was changed on which the proof rests"):
             pipe.step(batch)
+
+
+def test_a_constant_that_was_copied_to_another_device_is_not_written_to_unnoticed():
+    class Weighed(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.factor = torch.nn.Linear(4, 4), torch.ones(4)
+
+        def forward(self, x):
+            return (self.linear(x) * self.factor).mean()
+
+    model = Weighed()
+    captured = capture(model, flatten(torch.randn(2, 4)))
+    for device, copied in (("meta", True), ("cpu", False)):
+        checks = SliceChecks(LocalTensors(torch.device(device)), torch.device(device))
+        checks.note_copies(captured)
+        checks.check_constants()
+        model.factor.mul_(2)
+        if copied:
+            with pytest.raises(RefusedError, match="written to in place"):
+                checks.check_constants()
+        else:
+            checks.check_constants()

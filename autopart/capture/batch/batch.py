@@ -7,18 +7,20 @@ one of these forms.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
+from autopart.capture.batch.leaves import check_leaf, check_lists, described, is_named, most_common_rows
 from autopart.ir.errors import BatchError
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+NOTHING: Mapping[str, int | None] = MappingProxyType({})
 _VALUES = {int: torch.int64, float: torch.float64, str: None, bytes: None}
 """Types of leaves that a program may be free of, with the dtype in which it reads numbers."""
 
@@ -28,13 +30,14 @@ class Batch:
     """A flattened batch.
 
     leaves: every leaf in order; keys: the path of each; names: a readable name for each; splits: whether each is a
-    tensor that is cut along axis 0.  spec: how to put (args, kwargs, target) together.  rows: the common size of axis 0
-    of the cut tensors, None if there are none.  answers: the op, line and value of each question that the model's
-    Python asks about the numbers of the batch; None if unknown.  stands_in: whether another rank has the numbers.
-    masks: what the first attention masks hide (`reads.masks`), if the batch is not to be asked; None to ask it.  kept:
-    values that the program begins with instead of computing them (`shortened.without_prefix`), by name, cut along axis
-    0; the program has them as inputs behind the tensor leaves.  free: the leaves, by index, that were numbers or texts
-    and whose values the program does not depend on: numbers are tensors here, which it reads (`watch.values`).
+    tensor that is cut along axis 0; axes: the axis of rows in what the user passes, which is the first in leaves.
+    spec: how to put (args, kwargs, target) together.  rows: the common size of axis 0 of the cut tensors, None if there
+    are none.  answers: the op, line and value of each question that the model's Python asks about the numbers of the
+    batch; None if unknown.  stands_in: whether another rank has the numbers.  masks: what the first attention masks
+    hide (`reads.masks`), if the batch is not to be asked; None to ask it.  kept: values that the program begins with
+    instead of computing them (`shortened.without_prefix`), by name, cut along axis 0; the program has them as inputs
+    behind the tensor leaves.  free: the leaves, by index, that were numbers or texts and whose values the program does
+    not depend on: numbers are tensors here, which it reads (`watch.values`).
     """
 
     leaves: tuple[Any, ...]
@@ -47,6 +50,7 @@ class Batch:
     stands_in: bool = False
     masks: tuple[str, ...] | None = None
     kept: tuple[tuple[str, torch.Tensor], ...] = ()
+    axes: tuple[int, ...] = ()
     free: tuple[int, ...] = ()
 
     @property
@@ -94,7 +98,25 @@ class Batch:
             plain = (*plain, self.masks)
         if self.kept:
             plain = (*plain, *((name, *_leaf_signature(tensor, True)) for name, tensor in self.kept))
+        if any(self.axes):
+            plain = (*plain, self.axes)
         return plain if not self.answers else (*plain, tuple(repr(value) for _, _, value in self.answers))
+
+    def arguments(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+        """Return (args, kwargs, target) as the user passes them, of leaves like those of this batch."""
+        axes = self.axes or (0,) * len(leaves)
+        given = [leaf.movedim(0, axis).contiguous() if axis else leaf for leaf, axis in zip(leaves, axes, strict=True)]
+        args, kwargs, target = pytree.tree_unflatten(given, self.spec)
+        return args, kwargs, target
+
+    def stated(self, name: str, axis: int | None) -> Batch:
+        """Return the batch with its rows on another axis of this input, none if None."""
+        place = self.names.index(name)
+        leaf, split = self.leaves[place], list(self.splits)
+        split[place] = axis is not None
+        leaves, axes = [*self.leaves], [*self.axes]
+        leaves[place], axes[place] = leaf.movedim(axis or 0, 0), axis or 0
+        return replace(self, leaves=tuple(leaves), splits=tuple(split), axes=tuple(axes))
 
     def changed(self, change: Callable[[torch.Tensor, bool], torch.Tensor], rows: int | None) -> Batch:
         """Return the batch with other tensors.  change: maps a tensor, and whether it is cut, to the new one."""
@@ -174,7 +196,9 @@ class BatchReader:
     batches a tensor under the same key is cut or left whole as before, even if its size equals the rows by chance.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rows_axis: Mapping[str, int | None] = NOTHING) -> None:
+        """rows_axis: the option, which says of inputs by name on which axis they have rows, None for none."""
+        self._stated = rows_axis
         self._splits: dict[str, bool] = {}
         self._order: Any = None
         self._named: tuple[Any, tuple[str, ...], tuple[str, ...]] = (None, (), ())  # a structure: its keys and names
@@ -184,7 +208,7 @@ class BatchReader:
         target: Any = None
         if isinstance(batch, DataLoader | Iterator):
             raise BatchError(
-                f"the batch is {_describe(batch)}, not one batch",
+                f"the batch is {described(batch)}, not one batch",
                 fix="pass sample=next(iter(loader)) to compile, and train with: for batch in loader: pipe.step(batch)",
             )
         if with_target:
@@ -198,8 +222,10 @@ class BatchReader:
             self._named = spec, tuple(map(pytree.keystr, paths)), tuple(map(_name, paths))
         _, keys, names = self._named
         for name, leaf in zip(names, leaves, strict=True):
-            _check_leaf(name, leaf)
-        _check_lists(names, leaves, tree)
+            check_leaf(name, leaf)
+        axes = tuple(self._axis(key, name, leaf) for key, name, leaf in zip(keys, names, leaves, strict=True))
+        check_lists(names, leaves, tree, self._stated)
+        leaves = tuple(leaf.movedim(axis, 0) if axis else leaf for leaf, axis in zip(leaves, axes, strict=True))
         rows = self._rows(keys, names, leaves)
         splits = tuple(self._is_split(key, leaf, rows) for key, leaf in zip(keys, leaves, strict=True))
         for key, leaf, split in zip(keys, leaves, splits, strict=True):
@@ -207,7 +233,29 @@ class BatchReader:
                 self._splits[key] = split
         if self._order is None:
             self._order = pytree.tree_unflatten([None] * len(leaves), spec)
-        return Batch(leaves, keys, names, splits, spec, rows)
+            self._warn_of_unknown(names)
+        return Batch(leaves, keys, names, splits, spec, rows, axes=axes)
+
+    def _axis(self, key: str, name: str, leaf: Any) -> int:
+        """Return the axis on which an input has rows, as it is stated, and note whether it has any."""
+        said = next((said for said in self._stated if is_named(name, said)), None)
+        if said is None or not isinstance(leaf, torch.Tensor):
+            return 0
+        axis = self._stated[said]
+        self._splits[key] = axis is not None
+        if axis is not None and not -leaf.dim() <= axis < leaf.dim():
+            raise BatchError(
+                f"rows_axis says that input {name} has rows on axis {axis}",
+                why=f"its shape is {tuple(leaf.shape)}",
+                fix="state an axis that it has, or None if it has no rows",
+            )
+        return (axis or 0) % max(1, leaf.dim())
+
+    def _warn_of_unknown(self, names: Sequence[str]) -> None:
+        unknown = [said for said in self._stated if not any(is_named(name, said) for name in names)]
+        if unknown:
+            text = f"rows_axis names {', '.join(unknown)}, and the inputs of this batch are {', '.join(names)}"
+            warnings.warn(text, stacklevel=2)
 
     def _is_split(self, key: str, leaf: Any, rows: int | None) -> bool:
         if not isinstance(leaf, torch.Tensor):
@@ -223,21 +271,21 @@ class BatchReader:
                     raise BatchError(f"input {name} is a single number", why="in an earlier batch it had rows")
                 found[name] = leaf.shape[0]
         if not found:
-            return _most_common_rows(leaf for key, leaf in zip(keys, leaves, strict=True) if key not in self._splits)
+            return most_common_rows(leaf for key, leaf in zip(keys, leaves, strict=True) if key not in self._splits)
         first = next(iter(found))
         for name, rows in found.items():
             if rows != found[first]:
                 raise BatchError(
                     f"inputs {first} and {name} have {found[first]} and {rows} rows",
-                    why="both were cut into micro-batches along their first axis before",
-                    fix="give both the same number of rows; if one of them is no longer split by rows, compile again",
+                    why="both are cut into micro-batches by rows, as in the first batch or by rows_axis=",
+                    fix=f'give both as many rows; for one without, compile with rows_axis={{"{name}": None}}',
                 )
         return found[first]
 
 
-def flatten(batch: Any, *, with_target: bool = False) -> Batch:
+def flatten(batch: Any, *, with_target: bool = False, rows_axis: Mapping[str, int | None] = NOTHING) -> Batch:
     """Flatten a first batch; see `BatchReader.read`."""
-    return BatchReader().read(batch, with_target=with_target)
+    return BatchReader(rows_axis).read(batch, with_target=with_target)
 
 
 def _pair(batch: Any) -> tuple[Any, Any]:
@@ -246,7 +294,7 @@ def _pair(batch: Any) -> tuple[Any, Any]:
     several = isinstance(batch, (tuple, list))
     raise BatchError(
         "with a loss_fn, a batch is a pair (inputs, target)",
-        why=f"got {f'{len(batch)} values' if several else _describe(batch)}",
+        why=f"got {f'{len(batch)} values' if several else described(batch)}",
         fix="pass several inputs as a tuple: ((x, y), target)"
         if several
         else "call step((inputs, target)), where inputs is a tensor, a tuple or a dict",
@@ -261,12 +309,6 @@ def _in_order_of(tree: Any, earlier: Any) -> Any:
     if type(tree) in (tuple, list) and isinstance(earlier, (tuple, list)) and len(tree) == len(earlier):
         return type(tree)(_in_order_of(part, before) for part, before in zip(tree, earlier, strict=True))
     return tree
-
-
-def unflatten(leaves: tuple[Any, ...], spec: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-    """Return (args, kwargs, target) of a flattened batch."""
-    args, kwargs, target = pytree.tree_unflatten(list(leaves), spec)
-    return args, kwargs, target
 
 
 def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -297,75 +339,6 @@ def _plain_containers(tree: Any) -> Any:
     if isinstance(tree, Mapping) and type(tree) not in pytree.SUPPORTED_NODES:
         return {key: _plain_containers(value) for key, value in tree.items()}
     return tree
-
-
-def _most_common_rows(leaves: Iterable[Any]) -> int | None:
-    sizes = [x.shape[0] for x in leaves if isinstance(x, torch.Tensor) and x.dim() > 0]
-    if not sizes:
-        return None
-    counts = Counter(sizes)
-    most = max(counts.values())
-    return next(size for size in sizes if counts[size] == most)
-
-
-def _check_leaf(name: str, leaf: Any) -> None:
-    if isinstance(leaf, torch.Tensor):
-        if leaf.requires_grad:
-            raise BatchError(
-                f"input {name} requires a gradient",
-                why="a pipeline step returns gradients of parameters only; this one would be lost",
-                fix="pass it detached, or make it a parameter of the model",
-            )
-        if leaf.is_nested:
-            raise BatchError(
-                f"input {name} is a nested tensor",
-                why="what one stage sends the next has one shape",
-                fix="pad it: torch.nested.to_padded_tensor(x, 0.0), and pass the lengths or a mask with it",
-            )
-        if leaf.layout != torch.strided:
-            raise BatchError(f"input {name} is a {leaf.layout} tensor", fix="pass a dense tensor")
-        if leaf.dim() > 0 and leaf.shape[0] == 0:
-            raise BatchError(f"input {name} is empty", where=f"shape {tuple(leaf.shape)}")
-        return
-    if not isinstance(leaf, _PLAIN):
-        array = type(leaf).__module__ == "numpy"
-        raise BatchError(
-            f"input {name} is {_describe(leaf)}",
-            why="only tensors are cut into micro-batches"
-            if array
-            else "tensors inside it would be frozen into the program",
-            fix="pass torch.as_tensor(x)"
-            if array
-            else "pass tensors, numbers, strings, None, and tuples, lists or dicts of them",
-        )
-
-
-def _check_lists(names: Sequence[str], leaves: Sequence[Any], tree: Any) -> None:
-    """Raise BatchError for a list with an entry of several tensors for each row: it has no axis to cut along."""
-    lists = {id(leaf) for found in _lists_of_mappings(tree) for leaf in pytree.tree_leaves(found)}
-    rows = _most_common_rows(leaf for leaf in leaves if id(leaf) not in lists)
-    for found in _lists_of_mappings(tree):
-        inside = [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, torch.Tensor)]
-        if len(found) != rows or not inside or all(leaf.dim() and leaf.shape[0] == rows for leaf in inside):
-            continue
-        first = next(name for name, leaf in zip(names, leaves, strict=True) if leaf is inside[0])
-        raise BatchError(
-            f"input {first.split('_0_')[0]} is a list with an entry for each row",
-            why="only tensors are cut into micro-batches, along their first axis",
-            fix="pad the entries to one size and stack them: for each key a tensor with a row for each entry",
-        )
-
-
-def _lists_of_mappings(tree: Any) -> Iterator[Sequence[Any]]:
-    if isinstance(tree, (list, tuple)) and tree and all(isinstance(item, Mapping) and item for item in tree):
-        yield tree
-    elif isinstance(tree, (list, tuple, Mapping)):
-        for part in tree.values() if isinstance(tree, Mapping) else tree:
-            yield from _lists_of_mappings(part)
-
-
-def _describe(value: Any) -> str:
-    return f"a {type(value).__module__}.{type(value).__qualname__}"
 
 
 def _name(path: tuple[Any, ...]) -> str:

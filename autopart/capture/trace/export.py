@@ -20,7 +20,7 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from autopart.capture.batch.batch import Batch, unflatten
+from autopart.capture.batch.batch import Batch
 from autopart.capture.habits.habits import HABITS
 from autopart.capture.reads.data_dependent_errors import is_data_dependent, size_fix
 from autopart.capture.reads.host_reads import Asker
@@ -76,7 +76,7 @@ class Wrapper(nn.Module):
         queue = iter(tensors)
         leaves = tuple(next(queue) if isinstance(x, torch.Tensor) else x for x in self._batch.leaves)
         used: list[int] = []
-        args, kwargs, target = unflatten(standing(self._batch, leaves, used), self._batch.spec)
+        args, kwargs, target = self._batch.arguments(standing(self._batch, leaves, used))
         functions = [self.loss_fn] if self.loss_fn is not None else []
         self.asker.begin()
         with contextlib.ExitStack() as around:

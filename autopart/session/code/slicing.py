@@ -26,17 +26,29 @@ class SliceChecks:
         self._tokens = 0
         self._guards: dict[int, list[tuple[MaskGuard, StageModule | None]]] = {}
         self._proved_by: dict[str, torch.Tensor] = {}
-        self._versions: dict[str, tuple[int, int]] = {}
+        self._constants: dict[str, torch.Tensor] = {}
+        self._seen: dict[str, tuple[torch.Tensor, int]] = {}
+        self._copied: dict[str, tuple[torch.Tensor, int]] = {}
 
     def add(self, captured: Captured, recipe: Recipe, *, masks: bool) -> None:
         """Note the buffers of a recipe, and if `masks` make the code of its masks for the rows of `captured`."""
         self._tokens = recipe.tokens
         for name in recipe.constants - self._proved_by.keys():
             self._proved_by[name] = captured.tensors[name].detach().cpu().clone()
+            if captured.names.kinds[name] == "constant":
+                self._constants[name] = captured.tensors[name]
         if masks:
             self._guards[captured.graph.rows] = [
                 (guard, self._code_of(captured, recipe, _read_by(guard))) for guard in recipe.guards
             ]
+
+    def note_copies(self, captured: Captured) -> None:
+        """Note the constants that code for another device has copies of."""
+        here = torch.empty(0, device=self._device).device
+        for name in (name for name, kind in captured.names.kinds.items() if kind == "constant"):
+            tensor = captured.tensors[name]
+            if tensor.device != here:
+                self._copied.setdefault(name, (tensor, tensor._version))
 
     def _code_of(self, captured: Captured, recipe: Recipe, values: Iterable[str]) -> StageModule | None:
         """Return the code of these masks, None if all are inputs or tensors."""
@@ -50,22 +62,32 @@ class SliceChecks:
         return code
 
     def check_constants(self) -> None:
-        """Check that buffers whose numbers prove that no token looks at a later one still hold these numbers.
+        """Check that buffers and constants that prove that no token looks at a later one still hold their numbers, and
+        that nobody wrote to what was copied to the device.
 
-        Raises RefusedError.  O(buffers); O(elements) of those that were written to.
+        Raises RefusedError.  O(tensors); O(elements) of those that were written to.
         """
+        for name, (tensor, version) in self._copied.items():
+            if tensor._version != version:
+                raise RefusedError(
+                    "a tensor that is neither a parameter nor a buffer was written to in place",
+                    where=name,
+                    why=f"it lies on {tensor.device}, and the pipeline computes with a copy on {self._device}",
+                    fix="assign another tensor to the attribute, or make it a buffer (register_buffer)",
+                )
         for name, before in self._proved_by.items():
-            held = self._tensors.held.get(name)
-            if held is None or self._versions.get(name) == (id(held), held._version):
+            held = self._constants.get(name, self._tensors.held.get(name))
+            seen, version = self._seen.get(name, (None, 0))
+            if held is None or (seen is held and version == held._version):
                 continue
             if not torch.equal(held.detach().cpu(), before):
                 raise RefusedError(
-                    "a buffer was changed on which the proof rests that no token sees a later one",
+                    "a tensor was changed on which the proof rests that no token sees a later one",
                     where=name,
                     why="sequences are cut into slices because of its values when the model was compiled",
                     fix="compile again with it, or leave token_slices out",
                 )
-            self._versions[name] = id(held), held._version
+            self._seen[name] = held, held._version
 
     def check_masks(self, batch: Batch, names: Sequence[str]) -> None:
         """Check that attention in this batch is causal and that no query is left without a visible key.  names: of the

@@ -90,6 +90,7 @@ class StageCode:
         graph = captured.graph
         recipe = self._recipe(batch, graph.rows)
         self.specs[graph.rows] = specs_of(graph)
+        self.checks.note_copies(captured)
         self.layouts.update({name: layout for name, layout in rule.layouts.items() if layout is not None})
         if recipe is not None:
             self.prologue = recipe.prologue

@@ -1,0 +1,159 @@
+"""Training that goes on: a second `train()`, a resume inside an epoch, a run that was ended at any step.
+
+The plain Trainer is measured in each test: what it does is what a pipeline has to do.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
+
+from support.jobs import trainer_jobs
+from support.trainer_runs import Piped, Watched, differs, left, made
+from support.workers import Workers
+from transformers import TrainerCallback
+
+from autopart.ir.errors import UsageError
+
+SHARED = ("optimizer", "moments")
+"""What each of two ranks has a part of."""
+
+
+class Stop(TrainerCallback):
+    """Ends a run after some steps, without a word, as a kill does."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    "args", [{"max_steps": 3}, {"num_train_epochs": 1, "lr_scheduler_type": "cosine", "warmup_steps": 2}]
+)
+def test_a_second_train_goes_on_as_a_plain_trainer_does(tmp_path, args):
+    found = []
+    for kind in (Watched, Piped):
+        trainer = made(kind, tmp_path / kind.__name__, args)
+        trainer.train()
+        first = left(trainer)
+        trainer.train()
+        found.append((first, left(trainer)))
+    (plain, after), (mine, mine_after) = found
+    assert differs(mine, plain) == differs(mine_after, after) == []
+    assert (
+        after["moments"]["head.weight"]["step"] == 2 * plain["moments"]["head.weight"]["step"]
+    )  # measured: it goes on
+
+
+def test_a_second_train_with_another_plan_is_refused(tmp_path):
+    trainer = made(Piped, tmp_path, {"max_steps": 1, "save_strategy": "steps", "save_steps": 1})
+    trainer.train()
+    trainer.model = made(Piped, tmp_path).model  # other parameters, as other ranks would have after another plan
+    trainer.model_wrapped = trainer.model
+    with pytest.raises(UsageError, match="second train"):
+        trainer.train()
+    trainer.optimizer = None
+    trainer.train(resume_from_checkpoint=True)
+
+
+def interrupted(kind: Any, folder: Path, args: dict[str, Any], at: int) -> Any:
+    """Return the trainer of a run that was ended after step `at`, and resumed from its last checkpoint."""
+    with pytest.raises(KeyboardInterrupt):
+        made(kind, folder, args, rows=11, callbacks=[Stop(at)]).train()
+    trainer = made(kind, folder, args, rows=11)
+    trainer.train(resume_from_checkpoint=True)
+    return trainer
+
+
+def drawn(draw: random.Random) -> dict[str, Any]:
+    """Return arguments of a run of several epochs with a checkpoint every few steps."""
+    how = {
+        "num_train_epochs": draw.choice([2, 3, 2.5]),
+        "gradient_accumulation_steps": draw.choice([1, 1, 2]),
+        "save_strategy": "steps",
+        "save_steps": draw.choice([1, 2, 3]),
+        "ignore_data_skip": draw.random() < 0.2,
+        "train_sampling_strategy": draw.choice(["random", "random", "sequential", "group_by_length"]),
+        "dataloader_drop_last": draw.random() < 0.3,
+        "per_device_train_batch_size": draw.choice([2, 3, 4]),
+        "data_seed": draw.choice([None, 3]),
+        "lr_scheduler_type": draw.choice(["linear", "cosine", "constant_with_warmup"]),
+    }
+    if draw.random() < 0.2:
+        how |= {"dataloader_num_workers": 1, "dataloader_prefetch_factor": draw.choice([1, 3])}
+    if draw.random() < 0.3:
+        how["max_steps"] = 5
+    return how
+
+
+def check(tmp_path: Path, seed: int) -> None:
+    """Compare a run that was ended and resumed with a plain one that was, and with one that was not."""
+    draw = random.Random(seed)
+    args = drawn(draw)
+    whole = made(Watched, tmp_path / "whole", args, rows=11)
+    whole.train()
+    steps = whole.state.global_step
+    at = draw.randint(min(args["save_steps"], steps), steps)
+    plain = left(interrupted(Watched, tmp_path / "plain", args, at))
+    mine = left(interrupted(Piped, tmp_path / "mine", args, at))
+    assert differs(mine, plain) == [], args
+    if not args["ignore_data_skip"] and args["train_sampling_strategy"] != "group_by_length":  # which draws anew
+        expected = left(whole)
+        assert differs(mine["weights"], expected["weights"]) == [], args
+        assert mine["batches"] == expected["batches"][-len(mine["batches"]) :] if mine["batches"] else True
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_run_that_was_ended_goes_on_with_the_batches_of_a_plain_one(tmp_path, seed):
+    check(tmp_path, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3, 63))
+def test_many_runs_that_were_ended_go_on_with_the_batches_of_plain_ones(tmp_path, seed):
+    check(tmp_path, seed)
+
+
+def test_two_ranks_resume_inside_an_epoch_and_train_a_second_time_as_a_plain_trainer(tmp_path):
+    args = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 5, "per_device_train_batch_size": 3,
+            "eval_strategy": "steps", "eval_steps": 2, "include_num_input_tokens_seen": "all"}  # fmt: skip
+    plain = made(Watched, tmp_path / "plain", args)
+    plain.train()
+    plain.train()
+    again = left(plain)
+    resumed = made(Watched, tmp_path / "plain", args)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "plain/checkpoint-5"))
+    with Workers(2, timeout=240) as workers:
+        mine = str(tmp_path / "mine")
+        runs = [
+            (again, workers.run(trainer_jobs.trained, mine, args, {"stages": 2}, None, True)),
+            (
+                left(resumed),
+                workers.run(trainer_jobs.trained, mine, args, {"cuts": ["norm"]}, f"{mine}/checkpoint-5", False),
+            ),
+        ]
+    for expected, ranks in runs:
+        for rank in ranks:
+            kept = expected.keys() - set(SHARED)
+            assert differs({n: rank[n] for n in kept}, {n: expected[n] for n in kept}) == []
+        moments = {**ranks[0]["moments"], **ranks[1]["moments"]}
+        assert differs(moments, expected["moments"]) == []
+    assert [len(rank["moments"]) for _, ranks in runs for rank in ranks] == [7, 0, 3, 4]  # a rank without any, and both
+    one = made(Piped, tmp_path / "mine", args)
+    one.train(resume_from_checkpoint=f"{mine}/checkpoint-5")
+    found, expected = left(one), runs[1][0]
+    assert differs(found["weights"], expected["weights"]) == [] and found["batches"] == expected["batches"]
+
+
+def test_a_checkpoint_of_weights_alone_starts_a_new_optimizer_as_a_plain_trainer_does(tmp_path):
+    args = {"save_strategy": "steps", "save_steps": 2, "save_only_model": True}
+    plain, mine = (left(interrupted(kind, tmp_path / kind.__name__, args, 4)) for kind in (Watched, Piped))
+    assert differs(mine, plain) == []

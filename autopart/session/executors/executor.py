@@ -23,7 +23,6 @@ from autopart.ir.timeline import Span
 from autopart.options import Options
 from autopart.passes.program.messages import check_messages
 from autopart.passes.program.routing import divided_values
-from autopart.passes.program.schedules import find
 from autopart.passes.program.stream import ring_programs, ring_ticks
 from autopart.runtime.activity import patient
 from autopart.runtime.engine import BatchPlan, Engine, StepOutcome
@@ -39,7 +38,6 @@ from autopart.session.executors.evaluation import evaluation_program
 from autopart.session.executors.step_end import StepEnd, end_step
 from autopart.session.placement import Placement
 from autopart.session.ranks.agreement import FAILURES, from_rank, raise_first
-from autopart.session.step.asynchronous import require_updatable
 from autopart.session.step.batch_counts import BatchCounts, weighted_loss
 from autopart.session.step.data import micro_rows, require_no_questions
 from autopart.session.step.loss_shares import (
@@ -113,7 +111,6 @@ class Executor:
         self._agreed: dict[tuple[int, ...], Shares | None] = {}
         self._engines: dict[int, Engine] = {}
         self._runners: dict[int, StageRunner] = {}
-        self._update = find(decision.schedule).update if self._train else None
         self.shares: Shares = {}
         self.computed_ns: tuple[float, ...] = ()
         self.stand_in: Batch | None = None
@@ -198,13 +195,13 @@ class Executor:
 
     def begin(self, batch: Batch, counts: Sequence[float]) -> bool:
         """Return whether a step with this batch may begin before the ranks have agreed on it: this rank knows the
-        shares, and nothing is left to make, to send or to update before they have.  Local.
+        shares, and nothing is left to make or to send before they have.  Local.
 
         counts: of this rank (`count`), which are those of all pieces on the first rank.
         """
         rows = micro_rows(batch, (), self.decision, self.fitting)
         made = rows in self._agreed and len(rows) in self._engines
-        if not (made and self._train) or self._synced or self._update is not None:
+        if not (made and self._train) or self._synced:
             return False
         if self._agreed[rows] is None and self._rank != self._first_rank:
             return False
@@ -237,8 +234,6 @@ class Executor:
 
         key: of random numbers, (seed, step).  scale: of the loss.  shards, before: as for `agree`.
         """
-        if self._update is not None:
-            require_updatable(self.decision, self._graph, scale)
         rows = (0,) * before + micro_rows(batch, shards, self.decision, self.fitting)
         sharded = bool(shards)
         inputs = self._inputs(batch, rows, sharded=sharded) if 0 in self._stages else ()
@@ -396,4 +391,4 @@ class Executor:
         back = frozenset(name for e in program.edges if e.dst == stage for name in e.grads)
         out = frozenset(name for e in program.edges if e.src == stage for name in e.grads)
         given = self._code.modules[stage], self._tensors.held, back, out | {self._graph.outputs[0]}
-        return StageRunner(*given, synced=stage in self._synced, steady=self.rule.steady, update=self._update)
+        return StageRunner(*given, synced=stage in self._synced, steady=self.rule.steady)

@@ -192,3 +192,16 @@ def test_a_state_that_the_models_own_loading_does_not_take_changes_nothing() -> 
         with pytest.raises(UsageError, match="own load_state_dict does not take this state"):
             pipe.load_state_dict({"body.q": torch.zeros(3, 6), "body.k": torch.zeros(3, 6), "more": torch.zeros(1)})
         assert all(torch.equal(before[name], value) for name, value in pipe.state_dict().items())
+
+
+def test_what_a_hook_adds_to_a_state_is_not_saved_and_a_warning_names_it(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Flatten(0))
+    model._register_state_dict_hook(lambda m, state, prefix, _: state.update({f"{prefix}version": torch.ones(1)}))
+    with pytest.warns(UserWarning, match="does not keep version, which the model's state_dict"):
+        autopart.save_from(model, tmp_path)
+    batch = {**OPTIONS, "sample": (X, X.flatten()), "loss_fn": nn.functional.mse_loss, "micro_batches": 1}
+    with autopart.compile(model, "cpu:1", **batch) as pipe:
+        assert "version" in pipe.state_dict()
+        with pytest.warns(UserWarning, match="does not keep version"):
+            pipe.save(tmp_path / "piped")
+    autopart.load_into(model, tmp_path / "piped")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pickle
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -99,6 +100,21 @@ def saved_extra_state(modules: Mapping[str, nn.Module]) -> tuple[dict[str, Any],
             )
         states[name] = encoded(module.get_extra_state(), f"the extra state of module {name}".rstrip(), tensors)
     return states, {f"{COMPANION}/{EXTRA_STATE}/{key}": tensor for key, tensor in tensors.items()}
+
+
+def warn_of_unsaved(trained: Trained) -> None:
+    """Warn of entries that hooks add to the model's own state beside its tensors: checkpoints do not keep them."""
+    added: list[str] = []
+    with suppress(Exception):  # of the model's own code, which a checkpoint does not need
+        state, own = trained.state_dict().keys(), trained.tensors().keys()
+        if not own - state:  # else they may be made of those that are left out, which checkpoints keep
+            added = sorted(state - own - set(map(key_of, trained.stateful())))
+    if added:
+        warnings.warn(
+            f"a checkpoint does not keep {added[0]}, which the model's state_dict() has ({len(added)} such entries): "
+            "it is neither a parameter, a buffer nor extra state; make it one of these if a load has to bring it back",
+            stacklevel=2,
+        )
 
 
 def read_extra_state(trained: Trained, saved: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:

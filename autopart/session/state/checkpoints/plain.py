@@ -35,7 +35,7 @@ from autopart.session.state.checkpoints.schedulers import (
     scheduler_state,
     schedulers_of,
 )
-from autopart.session.state.extra_state import EXTRA_STATE, give_extra_state, saved_extra_state
+from autopart.session.state.extra_state import EXTRA_STATE, give_extra_state, saved_extra_state, warn_of_unsaved
 
 
 def load_into(
@@ -96,6 +96,7 @@ def save_from(
     part = part_of(optimizers, names) if optimizers else None
     more = {} if part is None else {f"{OPTIMIZER}/{key}/{name}": tensor for (name, key), tensor in part.tensors.items()}
     states, tensors = saved_extra_state(Trained(model).stateful())
+    warn_of_unsaved(Trained(model))
     document = Document(
         step,
         torch.__version__,

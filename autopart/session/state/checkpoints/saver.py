@@ -36,7 +36,7 @@ from autopart.session.state.checkpoints.saving import (
     write_part,
 )
 from autopart.session.state.checkpoints.schedulers import saved_schedulers
-from autopart.session.state.extra_state import counting_here, give_extra_state, saved_extra_state
+from autopart.session.state.extra_state import counting_here, give_extra_state, saved_extra_state, warn_of_unsaved
 
 T = TypeVar("T")
 _SAVING, _LOADING = "saving a checkpoint", "loading a checkpoint"
@@ -68,6 +68,8 @@ class Saver:
         with together(world, _SAVING):
             contents = contents_of(session, around.optimizers, around.companions, around.placeholder)
             states, tensors = saved_extra_state(counting_here(session))
+            if world.rank == 0 and self.root is None:  # the first save
+                warn_of_unsaved(session.captures.trained)
             contents.more.update(tensors)
             mine = Told.of(contents.optimizer, around, request.extra, states)
         document = document_of(session, world.gather_objects(mine), around.step)

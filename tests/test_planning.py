@@ -217,11 +217,11 @@ def test_token_slices_are_suggested_when_devices_idle(asked: str | None) -> None
     assert any("token_slices=" in note for note in plan.notes) == (asked is None)
 
 
-def test_an_asynchronous_schedule_of_a_user_needs_a_function_that_updates_weights() -> None:
+def test_an_asynchronous_schedule_of_a_user_is_planned_and_not_run() -> None:
     name = register(Schedule("without_update", find("1f1b").order, synchronous=False)).name
     with pytest.raises(UsageError, match="schedule 'without_update' cannot be run yet") as caught:
         planned(schedule=name)
-    assert "update=" in (caught.value.fix or "")
+    assert "pipe.train" in (caught.value.fix or "")
     assert planned(runtime=False, schedule=name)[0].plan.schedule == name
 
 

@@ -24,6 +24,7 @@ from autopart.capture.trace.export import LossFn, Wrapper, explained, export, qu
 from autopart.capture.trace.fake_device import brought_back, moved
 from autopart.capture.trace.lower import lower
 from autopart.capture.trace.patches import patched
+from autopart.capture.trace.sources import forgotten_sources
 from autopart.capture.trace.to_graph import Names, NumberOfData, read_graph, read_names
 from autopart.capture.trained import on_meta
 from autopart.capture.watch.observed import Observed
@@ -118,7 +119,7 @@ def capture(
 
 
 def _settled(modules: Sequence[nn.Module], make: Callable[[], Captured]) -> Captured:
-    with _one_at_a_time, gc_paused(), left_as_it_was(modules) as settle:
+    with _one_at_a_time, gc_paused(), forgotten_sources(), left_as_it_was(modules) as settle:
         first = make()
         if not first.observed.changed:
             return first

@@ -36,7 +36,7 @@ TraceFile = Annotated[
     ),
 ]
 
-_TRAINING = ("non_finite", "timeout", "transport", "backend", "steps", "weights")
+_TRAINING = ("non_finite", "timeout", "transport", "backend", "weights")
 _PYTHON_ONLY = ("loss_fn", "plan", "watch", *_TRAINING)
 """Options that a shell cannot write, that only a training run needs, or that commands declare themselves."""
 _METAVARS = {

@@ -28,13 +28,11 @@ class CostedGraph:
     """A captured graph whose ops have costs.
 
     source: name of the source in the plan; empty: the name under which it was called.  notes: for the plan.
-    compile_ns: nanoseconds that compiling the program takes, if it was measured in compiled code.
     """
 
     graph: Graph
     source: str = ""
     notes: tuple[str, ...] = ()
-    compile_ns: int = 0
 
 
 CostSource = Callable[[Captured, Device], CostedGraph]

@@ -70,8 +70,7 @@ class OptionsDict(TypedDict, total=False):
     seed: int
     timeout: float | None
     transport: Literal["auto", "nccl", "gloo"] | None
-    backend: Literal["eager", "inductor", "auto"] | None
-    steps: int | None
+    backend: Literal["eager", "inductor"] | None
     weights: str | os.PathLike[str] | None
 
 
@@ -139,9 +138,7 @@ class Options:
         transport       what carries messages: "nccl" (a CUDA device for each rank), "gloo" (CPUs, and CUDA devices
                         that ranks may share), "auto" (NCCL for CUDA devices)
         backend         what runs the ops of a stage: "eager"; "inductor", which compiles them (needs a C++ compiler
-                        for CPUs, Triton for CUDA; what cannot be compiled runs eagerly, with a warning); "auto", which
-                        compiles if steps= are enough to pay for it
-        steps           number of optimizer steps ahead, for backend="auto"; without it "auto" is eager
+                        for CPUs, Triton for CUDA; what cannot be compiled runs eagerly, with a warning)
         weights         values of a model that was built on the meta device, of which each rank makes its own part:
                         a safetensors file, a folder of them, or a checkpoint; "init" runs the model's own
                         initialisation with seed=
@@ -177,7 +174,6 @@ class Options:
     timeout: float | None = None
     transport: str = "auto"
     backend: str = "eager"
-    steps: int | None = None
     weights: str | None = None
 
 
@@ -196,7 +192,7 @@ def choices(name: str) -> tuple[str, ...]:
         "loss_reduction": ("auto", "mean", "sum", "token-mean"),
         "non_finite": ("auto", "skip", "raise"),
         "transport": transports(),
-        "backend": ("eager", "inductor", "auto"),
+        "backend": ("eager", "inductor"),
     }
     return tuple(known.get(name, ()))
 
@@ -335,7 +331,6 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "prove": (_is_seconds, "use a number of seconds, such as prove=10"),
     "cache": (_is_flag, _FLAG),
-    "steps": (_is_count, "use the number of optimizer steps that are to come, or None if it is not known"),
     "seed": (lambda value: isinstance(value, int), "use an integer"),
     "timeout": (lambda value: _is_seconds(value) and value > 0, "use a number of seconds above 0, such as timeout=600"),
     "weights": (

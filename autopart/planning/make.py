@@ -36,12 +36,11 @@ from autopart.passes.graph.module_groups import wanted_groups
 from autopart.passes.ops.cost_model import CostModel
 from autopart.passes.ops.table import registered
 from autopart.passes.pipeline import PlannerInput, build
-from autopart.passes.program.named import BUILT_IN
+from autopart.passes.program.named import BUILT_IN, DELAYED, STASHED
 from autopart.passes.program.routing import divided_values
 from autopart.passes.program.schedules import find, names, streams
 from autopart.passes.search.space import PlanRequest
 from autopart.passes.simulation.stage_costs import device_types
-from autopart.planning.backend import cannot_pay, pays
 from autopart.planning.batch_statistics import batch_statistics, moving
 from autopart.planning.no_effect import without_effect
 from autopart.planning.restrictions import (
@@ -102,8 +101,6 @@ def make_plan(
     captures.run_in(precision_of(options, given), cluster.kind, values_come=options.weights is not None)
     if given:
         return _given(given, captures, batch, cluster, options)
-    if options.backend == "auto":
-        return _with_backend(captures, batch, cluster, options, to_run=to_run)
     try:
         return _searched(captures, batch, cluster, options, to_run=to_run)
     except (CaptureError, RefusedError) as refusal:
@@ -143,32 +140,17 @@ def _searched(captures: CaptureCache, batch: Batch, cluster: Cluster, options: O
     raise failures[-1]
 
 
-def _with_backend(captures: CaptureCache, batch: Batch, cluster: Cluster, options: Options, *, to_run: bool) -> Planned:
-    """Return the plan for compiled stages if the steps to come pay for compiling them, else that for eager ones."""
-    if options.costs == "compiled":  # measured both ways
-        options = replace(options, costs="measured")
-    eager = make_plan(captures, batch, cluster, replace(options, backend="eager"), to_run=to_run)
-    note, best = cannot_pay(options, eager.plan), eager
-    if not note:
-        assert options.steps is not None
-        compiled = make_plan(captures, batch, cluster, replace(options, backend="inductor"), to_run=to_run)
-        compile_ns = compiled.costs.compile_ns if compiled.costs is not None else 0
-        compiling, note = pays(options.steps, eager.plan, compiled.plan, compile_ns)
-        best = compiled if compiling else eager
-    return replace(best, plan=best.plan.with_notes(note))
-
-
 def _require_runnable(given: Plan | None, options: Options) -> None:
-    """Raise UsageError, or PlanError for a given plan, if its schedule is asynchronous and has no update function."""
+    """Raise UsageError, or PlanError for a given plan, if its schedule is asynchronous and nothing runs it."""
     name = given.schedule if given else options.schedule
-    if name == "auto" or find(name).synchronous or find(name).update or streams(find(name)):
+    if name == "auto" or find(name).synchronous or streams(find(name)):
         return
     known = ("auto", *(known for known in names() if find(known).synchronous))
     raise (PlanError if given else UsageError)(
         f"schedule {name!r} cannot be run yet",
-        why="it updates weights while micro-batches are in flight, and has no function for that",
-        fix=f"{'compile without plan=' if given else 'use autopart.plan to plan with it'}, register a Schedule with "
-        f"update=, or use one of {', '.join(known)}",
+        why="it updates weights while micro-batches are in flight",
+        fix=f"{'compile without plan=' if given else 'use autopart.plan to plan with it'}, or use one of "
+        f"{', '.join(known)}; pipe.train runs {STASHED} and {DELAYED}",
     )
 
 

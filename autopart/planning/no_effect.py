@@ -26,6 +26,4 @@ def without_effect(options: Options, plan: Plan, graph: Graph) -> tuple[str, ...
         notes.append("sync_batchnorm=True has no effect: the model takes no batch statistics")
     if options.master_weights and narrowest_bytes(graph) >= 4:
         notes.append("master_weights=True has no effect: no trained parameter is in bf16 or fp16")
-    if options.steps is not None and options.backend != "auto":
-        notes.append('steps= has no effect: it decides about compiling with backend="auto"')
     return tuple(notes)

@@ -26,7 +26,6 @@ from autopart.ir.size import Size
 from autopart.ir.timeline import Span
 from autopart.options import Options
 from autopart.passes.program.routing import homes
-from autopart.planning.backend import runs_compiled
 from autopart.planning.make import Planned, make_plan, read_plan
 from autopart.runtime.activity import patient, set_activity, set_rank_label
 from autopart.runtime.group.world import World
@@ -222,9 +221,7 @@ class SessionPlan:
         if rank in planned.plan.stages[0].ranks:
             tensors.hold(graph.before, planned.captured.tensors)
         shared = SharedValues(self.world, placement.sharing, tensors.held)
-        backend = "inductor" if runs_compiled(self.options, planned.plan) else "eager"
-        options = replace(self.options, backend=backend)
-        return RankContext(self.world, self.captures, tensors, placement, shared, options)
+        return RankContext(self.world, self.captures, tensors, placement, shared, self.options)
 
     def _executor_of(self, planned: Planned, context: RankContext) -> Executor:
         """Return the executor of the batches that a plan is for.  Collective."""

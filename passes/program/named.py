@@ -309,7 +309,7 @@ def _built_in(
     def order(stages: int, micros: int) -> list[tuple[Turn, ...]]:
         return list(turns(Shape(stages, micros)))
 
-    return Schedule(name, order, synchronous, limit, warm_up, None, placement, splits, sliced, turns)
+    return Schedule(name, order, synchronous, limit, warm_up, placement, splits, sliced, turns)
 
 
 BUILT_IN = (

@@ -9,9 +9,8 @@ worker has both the first stage and the last: Pipeline Parallelism with Controll
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from autopart.ir.actions import Action
 from autopart.ir.errors import ProgramError
@@ -100,22 +99,17 @@ Limit = Callable[[int, int, int], int]
 Turns = Callable[[Shape], Iterable[tuple[Turn, ...]]]
 """From a shape to the computes of each worker, those of replicas in turn one after the other."""
 
-Update = Callable[[Mapping[str, Any]], None]
-"""Updates the parameters of a stage, given by name, from their gradients."""
-
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """A named order of computes.
 
-    synchronous: every step ends with the optimizer; else weights are updated while micro-batches are in flight, each
-    with a copy of the weights that it began with.  limit: the most micro-batches in flight, which the verifier checks;
-    None: no limit.  warm_up: micro-batches per stage after which the order repeats at an even pace; 0 if unknown.
-    update: of an asynchronous schedule, called after each backward of a stage with its parameters, whose gradients are
-    weighted as in the loss of the whole batch; without it the schedule can be planned but not run.  Updates of a step
-    that fails later are kept.  placement: where it wants the stages ("one" on a worker, or several in a "loop" or as a
-    "v").  splits: whether it runs a backward as two computes, I and W.  sliced: whether it has an order over slices of
-    sequences.  turns: of a built-in schedule, the order for any shape, of which `order` is a case.
+    synchronous: every step ends with the optimizer; else weights are updated while micro-batches are in flight; only
+    `pipe.train` runs it, if it is PipeDream's or 2BW's.  limit: the most micro-batches in flight, which the verifier
+    checks; None: no limit.  warm_up: micro-batches per stage after which the order repeats at an even pace; 0 if
+    unknown.  placement: where it wants the stages ("one" on a worker, or several in a "loop" or as a "v").  splits:
+    whether it runs a backward as two computes, I and W.  sliced: whether it has an order over slices of sequences.
+    turns: of a built-in schedule, the order for any shape, of which `order` is a case.
     """
 
     name: str
@@ -123,7 +117,6 @@ class Schedule:
     synchronous: bool = True
     limit: Limit | None = None
     warm_up: int = 0
-    update: Update | None = None
     placement: str = ONE
     splits: bool = False
     sliced: bool = False

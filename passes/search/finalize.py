@@ -212,8 +212,7 @@ def notes_of(decision: Decision, blocks: int, request: PlanRequest, graph: Graph
     if streams(find(decision.schedule)):
         notes += _versions(decision, graph)
     elif not find(decision.schedule).synchronous:
-        unable = "" if find(decision.schedule).update else "; it cannot be run without an update function"
-        notes.append(f"asynchronous: gradients are of older weights; its step is the steady state{unable}")
+        notes.append("asynchronous: gradients are of older weights; its step is the steady state; it cannot be run")
     return tuple(notes)
 
 

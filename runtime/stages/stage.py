@@ -32,9 +32,7 @@ class StageRunner:
     codes: by rows that this rank has of a micro-batch.  tensors: this rank's parameters, buffers and constants by
     name.  grad_inputs: received values whose gradients go back; grad_outputs: results whose gradients come back.
     synced: whether its batch norms take the statistics of all replicas.  steady: buffers that a step updates once
-    (`BatchRule.steady`).  update: of an asynchronous schedule, called with the stage's parameters after each
-    backward; each micro-batch then keeps a copy of the weights that its forward used, for its backward (weight
-    stashing; PipeDream, SOSP 2019, section 3.3).
+    (`BatchRule.steady`).
     """
 
     def __init__(
@@ -46,7 +44,6 @@ class StageRunner:
         *,
         synced: bool = False,
         steady: frozenset[str] = frozenset(),
-        update: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> None:
         self._codes = codes
         self._tensors = tensors
@@ -54,9 +51,7 @@ class StageRunner:
         self._grad_outputs = grad_outputs
         self._synced = synced
         self._steady = steady
-        self._update = update
         self._kept: dict[Slot, tuple[_Tensors, _Tensors]] = {}  # leaves and roots
-        self._stashed: dict[Slot, _Tensors] = {}  # weight versions
         self._deferred: dict[Slot, list[WeightGradient]] = {}
         self._sliced: dict[int, SlicedMicroBatch] = {}
         self._joined: dict[Slot, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
@@ -107,9 +102,6 @@ class StageRunner:
         self._last = micro_number
         tensors = {**self._tensors, **self._seen_buffers} if self._seen_buffers else self._tensors
         copies = self._copies
-        if train and self._update is not None:
-            self._stashed[slot] = _versions(tensors, code.held)
-            tensors, copies = {**tensors, **self._stashed[slot]}, {}
         if train and self.versions is not None:
             own, copies = self.versions.take(slot)
             tensors = {**tensors, **own}
@@ -166,8 +158,6 @@ class StageRunner:
                 torch.autograd.backward([t for t, _ in roots], [g for _, g in roots])
         if later:
             self._deferred[slot] = later
-        if self._update is not None:
-            self._take_gradients(self._stashed.pop(slot))
         if micro is not None:
             micro.collect(slot.slice)
             if not slot.slice:  # backwards run from the last slice to the first
@@ -182,16 +172,6 @@ class StageRunner:
         """Compute what the backward of inputs of this slot has left.  complete: called with each parameter that it adds
         to when nothing is left for it."""
         add_all(self._deferred.pop(slot, []), complete)
-
-    def _take_gradients(self, versions: _Tensors) -> None:
-        """Give the parameters the gradients of these versions, and update them."""
-        assert self._update is not None
-        own = {name: self._tensors[name] for name in versions}
-        for name, version in versions.items():
-            own[name].grad = version.grad
-        self._update(own)
-        for parameter in own.values():
-            parameter.grad = None
 
     def join_forward(
         self, slot: Slot, specs: Mapping[Any, Mapping[str, torch.Tensor]], key: tuple[int, int], device: torch.device
@@ -239,7 +219,6 @@ class StageRunner:
     def clear(self) -> None:
         """Forget the step; buffers keep the values from before it."""
         self._kept.clear()
-        self._stashed.clear()
         self._deferred.clear()
         self._sliced.clear()
         self._joined.clear()
@@ -247,13 +226,6 @@ class StageRunner:
         self._seen_buffers.clear()
         self._last = -1
         self._copies.clear()
-
-
-def _versions(tensors: Mapping[str, torch.Tensor], names: Sequence[str]) -> _Tensors:
-    """Copy the trainable tensors of these names as they are now; names of one tensor share its copy."""
-    used = {id(tensors[name]): tensors[name] for name in names if tensors[name].requires_grad}
-    copies = {key: tensor.detach().clone().requires_grad_() for key, tensor in used.items()}
-    return {name: copies[id(tensors[name])] for name in names if id(tensors[name]) in copies}
 
 
 def _stand_in(arg: torch.Tensor) -> torch.Tensor:

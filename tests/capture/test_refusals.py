@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import autopart
 from autopart.capture import capture
 from autopart.capture.batch.batch import flatten
 from autopart.capture.cache import CaptureCache
@@ -237,3 +238,74 @@ def test_a_gradient_of_torch_func_is_refused_by_its_own_name_and_the_advice_work
         combined(body)
     assert "test_refusals.py" in caught.value.where and "torch.func.jvp" in caught.value.fix
     check_exact(_slope_forwards)
+
+
+# -- packed sequences ------------------------------------------------------------------------------------------------
+
+
+class Recurrent(nn.Module):
+    """Reads rows of several lengths, packed or masked as the refusal says."""
+
+    def __init__(self, packed: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rnn, self.head, self.packed = nn.LSTM(4, 4, batch_first=True), nn.Linear(8, 1), packed
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        if self.packed:
+            given = nn.utils.rnn.pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+            out, (last, _) = self.rnn(given)
+            out, last = nn.utils.rnn.pad_packed_sequence(out, batch_first=True, total_length=x.shape[1])[0], last[-1]
+        else:
+            out = self.rnn(x)[0] * (torch.arange(x.shape[1]) < lengths[:, None])[..., None]
+            last = out[torch.arange(len(x)), lengths - 1]
+        return self.head(torch.cat([out.sum(1), last], -1)).square().mean()
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_packed_sequences_are_refused_and_the_advice_is_exact(micro_batches: int) -> None:
+    batch = {"x": X[:, None].repeat(1, 5, 1) * torch.arange(1, 6)[:, None], "lengths": torch.tensor([5, 1, 2, 3] * 2)}
+    options: dict[str, Any] = {"sample": batch, "micro_batches": micro_batches, "costs": "analytic", "cache": False}
+    plain = Recurrent(packed=True)
+    expected = plain(**batch)
+    expected.backward()
+    with pytest.raises(RefusedError, match="pack_padded_sequence") as caught:
+        autopart.compile(plain, "cpu:1", **options)
+    assert "test_refusals.py" in caught.value.where and "out[torch.arange(len(x)), lengths - 1]" in caught.value.fix
+    with autopart.compile(Recurrent(packed=False), "cpu:1", **options) as pipe:
+        assert pipe.step(batch).item() == pytest.approx(expected.item(), rel=1e-5)
+        for name, gradient in pipe.gradients().items():
+            torch.testing.assert_close(gradient, plain.get_parameter(name).grad)
+
+
+# -- losses of a whole batch -------------------------------------------------------------------------------------------
+
+
+def _contrastive(m: Net, x: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(m.layer(x) @ x.T, torch.arange(len(x)))
+
+
+def _pairs(m: Net, x: torch.Tensor) -> torch.Tensor:
+    chosen, rejected = m.layer(x).sum(-1).view(-1, 2).unbind(-1)
+    return -F.logsigmoid(chosen - rejected).mean()
+
+
+def _by_frequency(m: Net, x: torch.Tensor) -> torch.Tensor:
+    found = F.embedding_bag((x > 0).long(), m.layer.weight, scale_grad_by_freq=True, mode="sum")
+    return (found + m.layer.bias).square().mean()
+
+
+@pytest.mark.parametrize("body", [_contrastive, _pairs, _by_frequency])
+def test_a_batch_that_cannot_be_cut_is_one_micro_batch_where_that_is_left_open(body: Body) -> None:
+    options: dict[str, Any] = {"sample": X, "costs": "analytic", "cache": False}
+    with pytest.raises(RefusedError, match="micro_batches=1"):
+        autopart.compile(Net(body), "cpu:1", micro_batches=4, **options)
+    plain = Net(body)
+    expected = plain(X)
+    expected.backward()
+    with autopart.compile(Net(body), "cpu:1", **options) as pipe:
+        assert len(pipe.plan.micro_rows) == 1
+        assert any("one micro-batch" in note for note in pipe.plan.notes)
+        assert pipe.step(X).item() == pytest.approx(expected.item(), rel=1e-5)
+        for name, gradient in pipe.gradients().items():
+            torch.testing.assert_close(gradient, plain.get_parameter(name).grad)

@@ -77,7 +77,6 @@ def test_half_precision_rounds_as_autocast_does(pair: Workers, precision: str) -
     ("name", "schedule", "words"),
     [
         ("batch_norm", "out of order", "runs micro-batch 1 behind 2"),
-        ("stack", "updating", "cannot train with a split backward"),
     ],
 )
 def test_what_would_not_be_exact_is_refused_by_name(pair: Workers, name: str, schedule: str, words: str) -> None:

@@ -21,6 +21,7 @@ from autopart.capture.habits import (
     custom_functions,
     foreign_parameters,
     noop_conversions,
+    packed_sequences,
     randomness,
     rejoined,
     whole_slices,
@@ -73,6 +74,13 @@ HABITS = (
         does="registers it as an op with its own backward",
         test="capture/test_custom_functions.py::test_the_gradients_of_its_own_backward_are_kept_in_stages",
         patches={"torch.autograd.Function.apply": custom_functions.apply},
+    ),
+    Habit(
+        "packed_sequences",
+        sees="sequences are packed by their lengths",
+        does="refuses it with the line, and says how to do without",
+        test="capture/test_refusals.py::test_packed_sequences_are_refused_and_the_advice_is_exact",
+        patches={"torch._VF._pack_padded_sequence": packed_sequences.refuse},
     ),
     Habit(
         "checkpointing",

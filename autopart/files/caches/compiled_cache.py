@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -26,20 +25,11 @@ OpCost = tuple[int, int, int]
 """Nanoseconds of the forward and of the backward of an op, and the bytes that it keeps from one to the other."""
 
 
-@dataclass(frozen=True, slots=True)
-class CompiledProgram:
-    """What was measured.  compile_ns: nanoseconds until the code was made.  ops: of each op of the graph, in order."""
-
-    compile_ns: int
-    ops: tuple[OpCost, ...]
-
-
 class _File(BaseModel):
     """Every op takes time, as in the file of the other costs."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
-    version: Literal[1]
-    compile_ns: Annotated[int, Field(gt=0, le=MAX_INTEGER)]
+    version: Literal[2]
     ops: list[
         tuple[
             Annotated[int, Field(gt=0, le=MAX_OP_NS)],
@@ -54,24 +44,24 @@ def program_path(key: str) -> Path:
     return cache_folder() / "compiled" / f"{key}.json"
 
 
-def find_program(key: str) -> CompiledProgram | None:
-    """Return what was measured of this program, None if nothing valid is kept."""
+def find_program(key: str) -> tuple[OpCost, ...] | None:
+    """Return what was measured of each op of this program, in order, None if nothing valid is kept."""
     return read_kept(program_path(key), _parsed)
 
 
-def keep_program(key: str, found: CompiledProgram) -> None:
+def keep_program(key: str, found: tuple[OpCost, ...]) -> None:
     """Keep what was measured of a program, and remove the oldest programs above `MOST_PLANS`."""
     path = program_path(key)
     with suppress(AutopartError, OSError):
-        write_kept(path, json.dumps({"version": 1, "compile_ns": found.compile_ns, "ops": found.ops}))
+        write_kept(path, json.dumps({"version": 2, "ops": found}))
         remove_oldest(path.parent, MOST_PLANS)
 
 
-def _parsed(text: str) -> CompiledProgram:
+def _parsed(text: str) -> tuple[OpCost, ...]:
     """Return what a text holds.  Raises `unreadable`."""
     parse_json(text)  # the limits of every file, and no key twice
     try:
         found = _File.model_validate_json(text)
     except ValidationError as error:
         raise malformed("holds no costs of compiled code", problems_of(error)) from error
-    return CompiledProgram(found.compile_ns, tuple(found.ops))
+    return tuple(found.ops)

@@ -9,7 +9,6 @@ have as many rows.
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -20,7 +19,7 @@ from autopart.capture import Captured
 from autopart.costs.measure import environment
 from autopart.costs.profiler import Program, affordable, made_up_inputs, profile_code
 from autopart.costs.sources import CostedGraph, auto
-from autopart.files.caches.compiled_cache import CompiledProgram, OpCost, find_program, keep_program
+from autopart.files.caches.compiled_cache import OpCost, find_program, keep_program
 from autopart.ir.cluster import Device
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Stage
@@ -50,7 +49,7 @@ def compiled_costs(captured: Captured, device: Device) -> CostedGraph:
         return plain
     graph, key = plain.graph, _key(plain.graph, device)
     found = find_program(key)
-    if found is None or len(found.ops) != len(graph.ops):
+    if found is None or len(found) != len(graph.ops):
         if not affordable(analytic_costs(captured.graph, device), device, _LARGEST_S):
             return replace(plain, notes=(*plain.notes, "costs: this program is too large to measure it compiled"))
         try:
@@ -59,8 +58,8 @@ def compiled_costs(captured: Captured, device: Device) -> CostedGraph:
             why = f"costs: compiled code cannot be measured, {type(error).__name__}: {first_line(error)}"
             return replace(plain, notes=(*plain.notes, why))
         keep_program(key, found)
-    note = f"costs: measured in compiled code, {len(found.ops)} ops"
-    return CostedGraph(without_casts(_with_costs(graph, found.ops)), "compiled", (note,), found.compile_ns)
+    note = f"costs: measured in compiled code, {len(found)} ops"
+    return CostedGraph(without_casts(_with_costs(graph, found)), "compiled", (note,))
 
 
 def _key(graph: Graph, device: Device) -> str:
@@ -77,13 +76,11 @@ def _with_costs(graph: Graph, costs: Sequence[OpCost]) -> Graph:
     return replace(graph, ops=tuple(ops))
 
 
-def _measured(captured: Captured, graph: Graph, where: torch.device) -> CompiledProgram:
+def _measured(captured: Captured, graph: Graph, where: torch.device) -> tuple[OpCost, ...]:
     """Compile a program and run it.  graph: with the costs of the ops by themselves.  Raises what its ops raise."""
     everything = Stage(tuple(op.name for op in graph.ops), (0,))
     code = stage_module(captured, (), 0, everything, where, eager=False)
-    began = time.perf_counter_ns()
     code = Inductor(graph.op_map()).compile(code, captured.tensors, specs_of(graph), (), where)
-    compile_ns = max(1, time.perf_counter_ns() - began)
     made, names = made_up_inputs(captured, where), captured.names
     nodes = captured.module.graph.find_nodes(op="placeholder")
     leaves = {names.params[node.name]: made[node.name] for node in nodes if node.name in names.params}
@@ -92,7 +89,7 @@ def _measured(captured: Captured, graph: Graph, where: torch.device) -> Compiled
     times = profile_code(Program(code.module, inputs, code.outputs.index(graph.outputs[0]), where), BUDGET_S)
     saved = saved_by_call(code.module, inputs)
     found = _divided(code.module, graph, {name: (*times[name], saved.get(name, 0)) for name in times})
-    return CompiledProgram(compile_ns, tuple(found[op.name] for op in graph.ops))
+    return tuple(found[op.name] for op in graph.ops)
 
 
 def _divided(module: fx.GraphModule, graph: Graph, costs: Mapping[str, OpCost]) -> dict[str, OpCost]:

@@ -31,6 +31,6 @@ def known_costs(known: CostedGraph, device: Device, otherwise: str | CostSource)
         other = None if graph.size == known.graph.size else graph
         costs = CostModel(known.graph, other, (device, on)).graph(graph.size, 1).ops
         ops = tuple(replace(op, cost=own.cost) for op, own in zip(graph.ops, costs, strict=True))
-        return CostedGraph(replace(graph, ops=ops), known.source, known.notes, known.compile_ns)
+        return CostedGraph(replace(graph, ops=ops), known.source, known.notes)
 
     return source

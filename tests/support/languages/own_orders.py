@@ -89,7 +89,6 @@ OWN = {
     for schedule in (
         Schedule("weights last", weights_last),
         Schedule("out of order", out_of_order),
-        Schedule("updating", weights_last, synchronous=False, update=lambda parameters: None),
     )
 }
 """Schedules for one worker."""

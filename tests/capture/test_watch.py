@@ -15,7 +15,9 @@ from torch import nn
 
 from autopart.capture import CaptureCache
 from autopart.capture.batch.batch import flatten
+from autopart.capture.watch.changes import ModelWatch
 from autopart.capture.watch.closure_reads import Surroundings
+from autopart.capture.watch.observed import Observed
 from autopart.ir.errors import RefusedError
 from autopart.ir.size import Size
 
@@ -183,3 +185,14 @@ def test_an_attribute_is_not_taken_for_what_bears_its_name_in_the_module():
     around.reach(reads)
     names = {reading.place.rpartition(".")[2] for reading in around.found.values()}
     assert "CONFIG" in names and "alpha" not in names
+
+
+def test_another_default_dtype_is_a_change() -> None:
+    model = nn.Linear(3, 3)
+    watch = ModelWatch(model, Observed(), {})
+    assert watch.changes(training=True) == []
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert watch.changes(training=True) == ["the default dtype became torch.float64"]
+    finally:
+        torch.set_default_dtype(torch.float32)

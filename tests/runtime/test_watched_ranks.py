@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 import time
-from datetime import timedelta
 from multiprocessing.connection import Connection
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.jobs.heart_jobs import serve, wait
 from torch.distributed import PrefixStore, TCPStore
 
 from autopart.runtime.activity import AWAY, BUSY, EVERYONE, NOBODY, PATIENT
@@ -90,32 +89,6 @@ def test_a_rank_that_waits_among_busy_ones_reads_all_in_few_readings() -> None:
     assert len(seen) == 1000 and whole and readings <= 12
 
 
-def _serve(connection: Connection) -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
-    connection.send(store.port)
-    while connection.recv():
-        connection.send(time.process_time())
-
-
-def _wait(port: int, ranks: range, size: int, limit_s: float, connection: Connection) -> None:
-    """Send the heartbeats of these ranks and read those of the next two each, as ranks that wait."""
-    hearts = []
-    for rank in ranks:
-        store = TCPStore(
-            "127.0.0.1", port, wait_for_workers=False, multi_tenant=True, timeout=timedelta(seconds=limit_s)
-        )
-        heart = Heart(store, rank, size, 0)
-        heart.enter("group")
-        heart.wanted, heart.curious = {(rank + 1) % size, (rank + 2) % size}, True
-        hearts.append(heart)
-    connection.send("waiting")
-    connection.recv()
-    wanted = [(heart, rank) for heart in hearts for rank in heart.wanted]
-    connection.send(max(heart.silent_s(rank) if rank in heart.seen else 1e9 for heart, rank in wanted))
-    connection.recv()
-    os._exit(0)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_one_store_serves_1024_ranks_that_wait_with_a_small_part_of_its_time() -> None:
@@ -131,9 +104,9 @@ def test_one_store_serves_1024_ranks_that_wait_with_a_small_part_of_its_time() -
         return here
 
     try:
-        server = start(_serve)
+        server = start(serve)
         port, share = server.recv(), size // processes
-        clients = [start(_wait, port, range(n * share, (n + 1) * share), size, 120.0) for n in range(processes)]
+        clients = [start(wait, port, range(n * share, (n + 1) * share), size, 120.0) for n in range(processes)]
         assert [client.recv() for client in clients] == ["waiting"] * processes
         used = []
         for _ in range(2):

@@ -44,9 +44,11 @@ def check_model(model: object) -> nn.Module:
             f"the model is a {type(model).__name__}, not a torch.nn.Module",
             fix="pass an instance of the model, not its class or its output",
         )
-    if isinstance(model, torch.jit.ScriptModule):
+    for path, module in model.named_modules():
+        if not isinstance(module, torch.jit.ScriptModule):
+            continue
         raise UsageError(
-            "the model is a TorchScript module",
+            f"module {path} is a TorchScript module" if path else "the model is a TorchScript module",
             why="it has no Python code to capture",
             fix="pass the module that torch.jit.script or torch.jit.trace was given",
         )

@@ -17,9 +17,9 @@ or a rate for each dtype; a dtype that is not listed gets the rate of `default`,
 port that a single device can use, if the port consists of several network cards.  efficiency, memory_efficiency: the
 shares of `flops` and of `memory_bandwidth` that kernels reach; 1 if the file gives these rates.  price_per_hour: of one
 device, in any currency, for comparisons of clusters.  A device whose name `presets` knows has the numbers of its data
-sheet.  Everything else gets the defaults below, which are rough, of the
-order of a server CPU or a recent data-centre GPU.  What hosts spend besides is nothing, unless a file says it
-(`ir.cluster.HostCosts`), in microseconds:
+sheet; one with another name has to state memory, flops and memory_bandwidth.  Without a name, what is left out gets the
+defaults below, which are rough, of the order of a server CPU or a recent data-centre GPU.  What hosts spend besides is
+nothing, unless a file says it (`ir.cluster.HostCosts`), in microseconds:
 
     host: {compute_us: 40, message_us: 60, sum_us: 200, step_us: 900}
 """
@@ -271,12 +271,31 @@ def _built(described: _ClusterFile, host: Host) -> Cluster:
     )
     local = levels[0].size if levels else _local(kind, count)
     devices: list[Device] = []
-    for entry in described.devices:
+    for place, entry in enumerate(described.devices):
         known = DEVICES.get(entry.name)
-        base = known if known and known.kind == entry.kind else host.device(entry.kind, min(local, count))
-        devices += [_device(entry, base)] * entry.count
+        if known is None or known.kind != entry.kind:
+            _require_figures(entry, f"devices[{place}]")
+            known = host.device(entry.kind, min(local, count))
+        devices += [_device(entry, known)] * entry.count
     spent = HostCosts(**{f"{what}_ns": round(getattr(described.host, f"{what}_us") * 1000) for what in _HOST})
     return Cluster(tuple(devices), levels or _levels(kind, count, local), spent)
+
+
+def _require_figures(entry: _DeviceEntry, where: str) -> None:
+    """Raise ClusterError for a name without a data sheet, unless the entry gives all that one would."""
+    figures = {"memory": entry.memory, "flops": entry.flops or entry.rates, "memory_bandwidth": entry.memory_bandwidth}
+    missing = [name for name, given in figures.items() if not given]
+    if not entry.name or not missing:
+        return
+    sheets = {name.lower(): name for name, device in DEVICES.items() if device.kind == entry.kind}
+    near = get_close_matches(entry.name.lower(), sheets, n=3, cutoff=0.5)
+    known = f"CUDA devices with a data sheet are {', '.join(DEVICES)}"
+    raise ClusterError(
+        f"no data sheet of a {entry.kind} device is known under the name {brief(entry.name)}",
+        where=where,
+        why=f"did you mean {' or '.join(sheets[name] for name in near)}?" if near else known,
+        fix=f"add {', '.join(missing)} of the device, or write a name that is known; without one, rough defaults count",
+    )
 
 
 def _device(entry: _DeviceEntry, base: Device) -> Device:

@@ -25,7 +25,10 @@ from autopart.ir.printable import shortened
 
 Port = tuple[int, int]
 """(index of the level, number of the group inside it)."""
-_DTYPE = re.compile(r"b?float16|float(32|64)|float[48]_\w{1,20}|u?int(8|16|32|64)|complex(32|64|128)")
+_DTYPE = re.compile(
+    r"b?float16|float(32|64)|float8_(e4m3fn(uz)?|e5m2(fnuz)?|e8m0fnu)|float4_e2m1fn_x2|u?int(8|16|32|64)"
+    r"|complex(32|64|128)"
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,7 +111,9 @@ class NonFiniteError(RunError):
 
 
 class WorkerError(RunError):
-    """A process died or a peer stopped answering."""
+    """A process died or a peer stopped answering.  told_by: the rank that reported it first, if this one was told."""
+
+    told_by: int | None = None
 
 
 def short_errors(function: F) -> F:

@@ -145,16 +145,16 @@ class Session(SessionPlan):
                 plan = replace(executor.plan(batch, key, scale), agree=agree)
                 self.last_shares, self.last_executor = (plan.rows, executor.shares), executor
                 return executor, batch, plan
-        known_signature, rows, missing, all_counts = settle()
+        given = settle()
         if mode == "step" and not (sharded or self._batches_compared):
             self._batches_compared = True
             warn_of_other_batches(self.world, batch, self.needing)
-        shards = tuple(rows[rank] for rank in needed) if sharded else ()
-        kind = self._kind(mode, known_signature, sum(shards) if sharded else rows[needed[0]])
+        shards = given.shards
+        kind = self._kind(mode, given.signature, sum(shards) if sharded else given.rows)
         known = self._kinds.get(kind)
         stand_in = known.stand_in if known is not None else None
-        if stand_in is None and (missing or sharded):
-            stand_in = shared_stand_in(self.world, batch, needed[0], known_signature)
+        if stand_in is None and (given.missing or sharded):
+            stand_in = shared_stand_in(self.world, batch, needed[0], given.signature)
         try:
             if shards:
                 rows_of_shards(shards, self.plan.decision)
@@ -162,8 +162,8 @@ class Session(SessionPlan):
             raise self.world.known(error) from None
         if batch is None or (sharded and self.world.rank not in needed):
             assert stand_in is not None
-            batch = with_rows(stand_in, sum(shards) if sharded else rows[needed[0]])
-        executor = self._agreed(kind, batch, all_counts, shards, stand_in)
+            batch = with_rows(stand_in, sum(shards) if sharded else given.rows)
+        executor = self._agreed(kind, batch, given.counts, shards, stand_in)
         plan = executor.plan(batch, key, scale, shards)
         self.last_shares, self.last_executor = (plan.rows, executor.shares), executor
         return executor, batch, plan
@@ -172,12 +172,7 @@ class Session(SessionPlan):
         return self._kinds.kind(mode, digest_of(self.captures.version), signature, rows)
 
     def _agreed(
-        self,
-        kind: Kind,
-        batch: Batch,
-        counts: Sequence[Sequence[float]],
-        shards: tuple[int, ...],
-        stand_in: Batch | None,
+        self, kind: Kind, batch: Batch, counts: Sequence[float], shards: tuple[int, ...], stand_in: Batch | None
     ) -> Executor:
         """Return the executor of a batch once it knows its shares.  Collective.
 
@@ -200,8 +195,8 @@ class Session(SessionPlan):
     def _agree(self, settle: Callable[[], Given], kind: Kind, batch: Batch, first: int) -> None:
         """Wait until every rank makes this step with a batch like this rank's, which has begun with it.  Collective;
         raises on all ranks what any rank finds wrong."""
-        signature, _, missing, counts = settle()
+        given = settle()
         executor = self._kinds.executor(kind, batch)
-        if missing and executor.stand_in is None:
-            executor.stand_in = shared_stand_in(self.world, batch, first, signature)
-        executor.agree(batch, counts)
+        if given.missing and executor.stand_in is None:
+            executor.stand_in = shared_stand_in(self.world, batch, first, given.signature)
+        executor.agree(batch, given.counts)

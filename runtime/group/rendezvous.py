@@ -40,13 +40,17 @@ _found: dict[tuple[str, str], tuple[Store, int, int]] = {}
 change if another launch follows in this process."""
 
 
-def open_default_group(backend: str, store: Store, rank: int, size: int, limit_s: float, look: Look) -> str:
+def open_default_group(
+    backend: str, store: Store, rank: int, size: int, limit_s: float, look: Look, numbered: Callable[[str], None]
+) -> str:
     """Open the default process group of torch.distributed; return the number of the opening.  Collective.
 
-    Raises WorkerError within limit_s seconds, naming a rank that did not come, and what `look` raises.
+    numbered: called with that number once it is known.  Raises WorkerError within limit_s seconds, naming a rank that
+    did not come, and what `look` raises.
     """
     meeting = PrefixStore("autopart", store)
     number = _lead(meeting, size, limit_s, look) if rank == 0 else _follow(meeting, rank, limit_s, look)
+    numbered(str(number))
     own = PrefixStore(f"autopart/{number}", store)
     with waiting():
         dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=UNWATCHED)

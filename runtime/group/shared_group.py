@@ -112,7 +112,7 @@ class _SharedGroup:
         self.monitor = monitor
         store, rank, size = launchers_store(limit_s, monitor.require)
         monitor.attach(store, rank0_has_store=rank0_has_store())
-        name = open_default_group(backend, store, rank, size, limit_s, monitor.require)
+        name = open_default_group(backend, store, rank, size, limit_s, monitor.require, monitor.opening)
         self._group = dist.group.WORLD
         return name
 

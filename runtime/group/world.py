@@ -22,6 +22,7 @@ from autopart.launcher import launcher_variables, torchrun_line
 from autopart.runtime.activity import current, waiting
 from autopart.runtime.group.breaking import break_group
 from autopart.runtime.group.carriers import CARRIERS, NcclCarrier
+from autopart.runtime.group.reduction import TOGETHER, Tree, begin_together
 from autopart.runtime.group.rendezvous import UNWATCHED
 from autopart.runtime.group.shared_group import default_timeout_s, shared_group
 from autopart.runtime.watch.progress import show_progress
@@ -33,8 +34,6 @@ T = TypeVar("T")
 
 AUTO, NCCL, GLOO = "auto", "nccl", "gloo"
 _log = logging.getLogger("autopart")
-JOIN = -1
-"""Sent instead of the number of a signal by a rank that the launcher asked to stop, so that others can join."""
 PLANNING_TIMES = 10
 """Planning and capturing may take this many times `timeout=`, if that is given."""
 
@@ -78,6 +77,7 @@ class World:
         self._lease: int | None = None
         self._known: BaseException | None = None
         self._waiting = waiting()
+        self._tree: Tree | None = None
         self.stop_requested = self.stepped = self._catching = False
         if kind == "cuda":
             require_devices(torch.cuda.device_count(), local_ranks(size), self.transport)
@@ -117,6 +117,8 @@ class World:
             stop_signals.leave()
         if self._lease is None:
             return
+        if self._tree is not None:
+            self._tree.end()
         lease, self._lease = self._lease, None
         if shared_group.holds(lease):
             for group in self._groups.values():
@@ -243,7 +245,8 @@ class World:
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks why this one failed, and break the groups in which they wait; nothing can be sent then.
 
-        Not collective.  Takes milliseconds, or a second if the store of the launch does not answer."""
+        Not collective.  Takes milliseconds, or 5 s if the store of the launch does not answer: the others should know
+        why before their connections end."""
         if self._lease is None or not shared_group.holds(self._lease) or self.size == 1:
             return
         if shared_group.monitor is not None:
@@ -253,37 +256,60 @@ class World:
     # -- small messages --------------------------------------------------------------------------------------------
 
     def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Return the numbers of every rank, by rank; each gives the same count.  Collective."""
-        return self.begin_gathering(numbers)()
-
-    def begin_gathering(self, numbers: Sequence[float]) -> Callable[[], list[list[float]]]:
-        """Send numbers to every rank, as many as each of them does; return a function that waits for those of all, by
-        rank.  Collective."""
-        told = [*numbers, float(stop_signals.asked or (JOIN if self.stepped and current().asked else 0))]
-        if self.size == 1:
-            return lambda: self._without_stop([told])
-        mine = torch.tensor(told, dtype=torch.float64)
-        everyone = [torch.empty_like(mine) for _ in range(self.size)]
-        work = dist.all_gather(everyone, mine, group=shared_group.group, async_op=True)
-
-        def gathered() -> list[list[float]]:
+        """Return the numbers of every rank, by rank; each gives the same count.  Collective; O(ranks)."""
+        told = [*numbers, self._asked()]
+        rows = [told]
+        if self.size > 1:
+            everyone = torch.empty(self.size, len(told), dtype=torch.float64)
             with self._waiting:
-                work.wait()
-            return self._without_stop([row.tolist() for row in everyone])
-
-        return gathered
-
-    def _without_stop(self, rows: list[list[float]]) -> list[list[float]]:
-        """Take from what all ranks sent whether one of them was asked to stop, and return the rest."""
-        asked = [(rank, int(row.pop())) for rank, row in enumerate(rows)]
-        if not self.stop_requested and any(number for _, number in asked):
-            self.stop_requested = True
-            if self.rank == 0:
-                rank, number = max(asked, key=lambda each: each[1])
-                why = f"rank {rank} got {signal.Signals(number).name}" if number > 0 else "other ranks wait to join"
-                then = " (a second SIGTERM ends a process now)" if number > 0 else ""
-                _log.warning("%s: pipe.stop_requested is True on all ranks; save and end the run%s", why, then)
+                dist.all_gather(list(everyone), torch.tensor(told, dtype=torch.float64), group=shared_group.group)
+            rows = everyone.tolist()
+        self._note_stop(max([row.pop() for row in rows]))
         return rows
+
+    def reduce_numbers(self, largest: Sequence[float], summed: Sequence[float] = ()) -> list[float]:
+        """Return the largest of each of these numbers over all ranks, then the sums of others, equal on all ranks to
+        the last bit; each rank gives as many.  Collective."""
+        return self.begin_reducing(largest, summed)()
+
+    def begin_reducing(self, largest: Sequence[float], summed: Sequence[float] = ()) -> Callable[[], list[float]]:
+        """Send numbers for `reduce_numbers`, without waiting; return a function that waits for its result.  Ranks begin
+        these in one order, and wait for them in the same.  Collective; O(log(ranks)) messages (`reduction`)."""
+        told = [self._asked(), *largest, *summed]
+        found: Callable[[], list[float]] = lambda: told  # noqa: E731
+        if self.size > 1:
+            mine, count, group = torch.tensor(told, dtype=torch.float64), 1 + len(largest), shared_group.group
+            if self.size > TOGETHER and self._tree is None:
+                self._tree = Tree(group)
+            found = begin_together(group, mine, count) if self._tree is None else self._tree.begin(mine, count)
+
+        def reduced() -> list[float]:
+            with self._waiting:
+                asked, *rest = found()
+            self._note_stop(asked)
+            return rest
+
+        return reduced
+
+    def _asked(self) -> float:
+        """Return whether this rank was asked to stop, and which it is, as one number: the largest of all ranks counts.
+
+        0 if not, 0.5 so that others can join, else the signal and the rank, the lowest first."""
+        if stop_signals.asked:
+            return float((stop_signals.asked << 32) - self.rank)
+        return 0.5 if self.stepped and current().asked else 0.0
+
+    def _note_stop(self, asked: float) -> None:
+        """Note whether some rank was asked to stop.  asked: the largest number of all ranks (`_asked`)."""
+        if not asked or self.stop_requested:
+            return
+        self.stop_requested = True
+        if self.rank == 0:
+            number = -(-int(asked) >> 32)
+            why = f"rank {(number << 32) - int(asked)} got {signal.Signals(number).name}" if number else ""
+            then = " (a second SIGTERM ends a process now)" if number else ""
+            why = why or "other ranks wait to join"
+            _log.warning("%s: pipe.stop_requested is True on all ranks; save and end the run%s", why, then)
 
     def gather_objects(self, content: T) -> list[T]:
         """Return what every rank gives, pickled on its way, by rank.  Collective."""

@@ -50,6 +50,14 @@ def first_cause(answers: Collection[object]) -> Failure | Death | None:
     return min(failures, key=lambda a: (a.priority, a.at), default=None)
 
 
+def is_explained(answers: Collection[object]) -> bool:
+    """Return whether a cause is among the failures, or an error that names one that its rank cannot report itself."""
+    failures = [a for a in answers if isinstance(a, Failure | Death)]
+    named = [a for a in failures if isinstance(a, Failure) and a.error]
+    came = {None, *(failure.rank for failure in failures)}
+    return any(a.priority == 0 for a in failures) or any(a.told_by in came for a in named)
+
+
 def error_for(cause: Failure | Death, status: SharedStatus, doing: str = "") -> AutopartError:
     """Return the error to raise for a cause.  status: of its rank; doing: what the ranks were asked to do."""
     state = state_of_rank(cause.rank, status)

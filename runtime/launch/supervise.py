@@ -1,8 +1,8 @@
 """The parent's side of a local launch: starts processes, watches them, and reports once why they failed.
 
-No process outlives its `Fleet`: on the first failure the others get a moment to report, the first cause is chosen, then
-all get SIGTERM and a second later SIGKILL.  The parent holds the rendezvous store, on loopback and a port that the
-kernel chose, and workers join it as torchrun's workers do.
+No process outlives its `Fleet`: on the first failure the others get a moment to report, longer if it only follows from
+one that was not reported yet; the first cause is chosen, then all get SIGTERM and a second later SIGKILL.  The parent
+holds the rendezvous store, on loopback and a port that the kernel chose, and workers join it as torchrun's workers do.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 from autopart.ir.errors import UsageError
 from autopart.launcher import RESTART_VARIABLE, Living
 from autopart.runtime.activity import KEEPING, NOTHING, PATIENT, READY_TO_KEEP, SharedStatus
-from autopart.runtime.launch.reasons import GUARD, STARTING, UNGUARDED, Death, error_for, first_cause
+from autopart.runtime.launch.reasons import GUARD, STARTING, UNGUARDED, Death, error_for, first_cause, is_explained
 from autopart.runtime.launch.starting import RankProcess, Starter, device_env, local_env, spawned
 from autopart.runtime.launch.worker import PARENT_VARIABLE, READY, Failure, Success
 from autopart.runtime.watch.launcher import STOPPED_S
@@ -37,6 +37,7 @@ from autopart.runtime.watch.states import no_answer, state_of_rank
 from autopart.runtime.watch.stop_signals import StopSignals
 
 GRACE_S = 1.0  # for other reports to arrive after the first failure, and again between SIGTERM and SIGKILL
+CAUSE_S = 10.0  # as long as what arrived only follows from an error that nobody has reported yet
 KEEP_S = 10.0  # for the others to learn that a rank is lost, if they keep their state in memory then
 CLOSE_S = 5.0  # for an orderly exit
 POLL_S = 0.25  # a dead process whose pipes live on in a forked child of its own is noticed after this
@@ -154,7 +155,7 @@ class Fleet:
                     continue
                 answers[member.rank] = answer
                 if first_cause([answer]) is not None:
-                    limit = time.monotonic() + GRACE_S
+                    limit = time.monotonic() + (GRACE_S if is_explained(answers.values()) else CAUSE_S)
                     deadline = limit if deadline is None else min(deadline, limit)
                     failed_at = min(failed_at, time.monotonic())
         return answers

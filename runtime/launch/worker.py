@@ -43,7 +43,7 @@ class Failure:
     """An exception of a worker.
 
     error: the pickled exception if it is one of autopart's, else empty; priority: 0 for a cause, 2 for an effect of a
-    peer's end; at: time.monotonic() seconds.
+    peer's end; at: time.monotonic() seconds.  told_by: the rank that reported it first (`WorkerError`).
     """
 
     rank: int
@@ -53,6 +53,7 @@ class Failure:
     error: bytes
     priority: int
     at: float
+    told_by: int | None = None
 
 
 def spawned(rank: int, conn: Connection, status: SharedStatus, by_main_thread: bool) -> None:
@@ -139,7 +140,8 @@ def _failure(rank: int, error: BaseException) -> Failure:
     trace = "".join(traceback.format_exception(error)).rstrip()
     priority = 2 if is_effect(error) else 0
     message = str(error) or repr(error)
-    return Failure(rank, type(error).__name__, message, trace, _dump_error(error), priority, time.monotonic())
+    told_by = getattr(error, "told_by", None)
+    return Failure(rank, type(error).__name__, message, trace, _dump_error(error), priority, time.monotonic(), told_by)
 
 
 def _dump_error(error: BaseException) -> bytes:

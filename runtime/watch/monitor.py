@@ -1,8 +1,10 @@
 """One rank's watch over the ranks it waits for.
 
 Four times a second a thread finds out whether this rank waits, for which rank in the end, and whether that rank can
-still go on (`states`).  If not, the thread breaks the connections in which the main thread waits, which then raises the
-reason.  If nothing can be broken (the process group is being opened), it prints the reason and ends the process.
+still go on (`states`).  It looks at the ranks that decide this (`states.looked_at`); what another one finds, it learns
+as the cause of a failure.  If waiting is pointless, the thread breaks the connections in which the main thread waits,
+which then raises the reason.  If nothing can be broken (the process group is being opened), it prints the reason and
+ends the process.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -21,12 +23,12 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from autopart.ir.errors import AutopartError, WorkerError
 from autopart.runtime import activity
-from autopart.runtime.activity import AWAY, JOINING, NOBODY, PATIENT
+from autopart.runtime.activity import AWAY, EVERYONE, JOINING, NOBODY, PATIENT
 from autopart.runtime.effects import first_line, is_effect
-from autopart.runtime.watch.heart import Heart
+from autopart.runtime.watch.heart import STORE_S, Heart
 from autopart.runtime.watch.launcher import STOPPED_S, end_process, watch_launcher
 from autopart.runtime.watch.processes import sibling, state_of, this_machine
-from autopart.runtime.watch.states import RankState, held_up_by, state_of_rank, verdict
+from autopart.runtime.watch.states import RankState, held_up_by, looked_at, state_of_rank, verdict
 
 TICK_S = 0.25
 LOOK_S = 0.5  # shorter waits are ignored
@@ -36,7 +38,9 @@ SILENT_S = 10.0  # a rank of another machine without a heartbeat for this long i
 DEAF_S = 60.0  # as is one of this machine whose process runs
 NOTE_S = 10.0  # a rank that blocks others for longer is named in the log
 GRACE_S = 5.0  # for the main thread to raise once its connections are broken
-CAUSE_S = 1.0  # for the rank that failed first to report it
+CAUSE_S = 5.0  # for the rank that failed first to report it
+TELL_S = 0.5  # for a store to take that
+NEAR = 32  # ranks before and behind, which are read for a message, and to find which process has ended
 
 _log = logging.getLogger("autopart")
 
@@ -55,6 +59,7 @@ class Monitor:
         self._stopped_from: dict[int, float] = {}
         self._siblings: dict[int, int] = {}
         self._sought_at = 0.0
+        self._near = False
         self._verdict_at, self._note_s, self._looked_at = 0.0, NOTE_S, time.monotonic()
         watch_launcher()
         self._ending = threading.Event()
@@ -70,12 +75,16 @@ class Monitor:
         self._rank0_has_store = rank0_has_store
         self._heart = Heart(store, self.rank, self.size, life)
 
+    def opening(self, group: str) -> None:
+        """Report and read failures of a group while it is opened."""
+        if self._heart is not None:
+            self._heart.enter(group)
+
     def enter(self, group: str, breaker: Callable[[], None]) -> None:
         """Watch a group that was opened; `breaker` breaks it."""
         self.verdict = None
         self._breakers.append(breaker)
-        if self._heart is not None:
-            self._heart.enter(group)
+        self.opening(group)
 
     def failed(self) -> bool:
         """Whether a rank of the group has reported a failure; asks the store."""
@@ -97,21 +106,23 @@ class Monitor:
         if not is_effect(error):
             return error
         if self._heart is not None and not self._heart.lost:  # what is known of the others may be of long ago
+            self._heart.wanted = self._with_near(self._heart.wanted)
             self._heart.hurry()
             self._heart.failed()
-        end = time.monotonic() + CAUSE_S
+        pause_s = max(0.02, self.size * STORE_S)
+        end = time.monotonic() + max(CAUSE_S, 3 * pause_s)
         while self.verdict is None and time.monotonic() < end:
             if self._heart is not None:
                 self._heart.hurry()
                 cause = self._heart.cause
                 if cause is not None and cause["rank"] != self.rank:
-                    self.verdict = WorkerError(**cause["error"])
+                    self.verdict = _told(cause)
                     break
-            ended = [s for s in self._states(time.monotonic()).values() if s.dead]
+            ended = [state for state in self._states(time.monotonic()).values() if state.dead]
             if ended:
                 what = f"{ended[0].name} {ended[0].dead}"
                 self.verdict = WorkerError(what, where=ended[0].doing, why=first_line(error))
-            time.sleep(0.02)
+            time.sleep(pause_s)
         return self.verdict if self.verdict is not None else error
 
     def stop(self) -> None:
@@ -142,10 +153,10 @@ class Monitor:
         self._looked_at = now
         heart, status = self._heart, activity.current()
         if heart is not None and heart.cause is not None and heart.cause["rank"] != self.rank:
-            self._decide(WorkerError(**heart.cause["error"]), now)
+            self._decide(_told(heart.cause), now)
         key = (status.changes, status.waits)
         if key != self._wait_key:
-            self._wait_key, self._wait_from, self._note_s = key, now, NOTE_S
+            self._wait_key, self._wait_from, self._note_s, self._near = key, now, NOTE_S, False
         waited = now - self._wait_from
         if heart is not None:
             heart.curious = status.waits != NOBODY and waited >= LOOK_S
@@ -156,13 +167,43 @@ class Monitor:
                 end_process(str(self.verdict))
             return
         states = self._states(now)
-        if key != (status.changes, status.waits):  # the main thread went on meanwhile
-            return
-        found = verdict(self.rank, states, waited, self.limit_s, self.planning_s)
-        if found is not None:
+        if key == (status.changes, status.waits):  # else the main thread went on meanwhile
+            self._judge(states, waited, now)
+
+    def _judge(self, states: Mapping[int, RankState], waited: float, now: float) -> None:
+        """End the waiting if it is pointless; log it if it takes long."""
+        heart = self._heart
+        states, whole = self._relevant(states, waited)
+        found = verdict(self.rank, states, waited, self.limit_s, self.planning_s, whole=whole)
+        if found is None and (waited < self._note_s or not (whole or held_up_by(self.rank, states))):
+            self._near = False
+        elif not self._near and heart is not None and not heart.lost and heart.stuck_s() < SILENT_S:
+            self._near = True  # a message also says what the ranks around do, from the next reading on
+        elif found is not None:
+            if heart is not None:  # before its effects come, here and elsewhere
+                heart.tell(_report(self.rank, found, known=True), TELL_S)
             self._decide(found, now)
-        elif waited >= self._note_s:
+        else:
             self._note(states, waited)
+
+    def _relevant(self, states: Mapping[int, RankState], waited: float) -> tuple[Mapping[int, RankState], bool]:
+        """Return the states that decide whether this rank can go on, and whether they are all; read these ranks."""
+        limit_s = min(self.limit_s, self.planning_s)
+        ranks, whole = looked_at(self.rank, states, self.size, late=waited >= limit_s)
+        if self._near:
+            ranks = self._with_near(ranks)
+        if self._rank0_has_store:  # all depend on it
+            ranks = {*ranks, 0}
+        heart = self._heart
+        if heart is not None:
+            grown, heart.wanted = not set(ranks) <= {self.rank, *heart.wanted}, ranks
+            if grown:
+                heart.hurry()
+        return {rank: state for rank, state in states.items() if rank in ranks}, whole
+
+    def _with_near(self, ranks: Collection[int]) -> Collection[int]:
+        """Return these ranks and those around this one."""
+        return {*ranks, *range(max(0, self.rank - NEAR), min(self.size, self.rank + NEAR + 1))}
 
     def _decide(self, why: WorkerError, now: float) -> None:
         if self.verdict is not None:
@@ -186,7 +227,13 @@ class Monitor:
     # -- what is known of each rank --------------------------------------------------------------------------------
 
     def _states(self, now: float) -> dict[int, RankState]:
-        return {rank: self._mine() if rank == self.rank else self._other(rank, now) for rank in range(self.size)}
+        """Return the states of this rank and of those whose heartbeat is read, in the order of ranks."""
+        heart, waits = self._heart, activity.current().waits
+        if heart is not None:
+            read = [r for r in heart.wanted if r != self.rank and heart.knows(r)]
+        else:  # not connected to the store yet
+            read = [waits - 1] if waits not in (NOBODY, EVERYONE, self.rank + 1) else []
+        return {r: self._mine() if r == self.rank else self._other(r, now) for r in sorted([self.rank, *read])}
 
     def _mine(self) -> RankState:
         return state_of_rank(self.rank, activity.current())
@@ -243,6 +290,13 @@ def _silence(seconds: float, *, runs: bool) -> str:
         else "its process is stopped, or its machine is gone"
     )
     return f"no sign of life for {seconds:.0f} s, {why}"
+
+
+def _told(cause: Mapping[str, Any]) -> WorkerError:
+    """Return the error for a failure that another rank reported."""
+    error = WorkerError(**cause["error"])
+    error.told_by = cause["rank"]
+    return error
 
 
 def _report(rank: int, error: BaseException, *, known: bool) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 
 from autopart.ir.errors import WorkerError
 from autopart.runtime.activity import AWAY, BUSY, EVERYONE, JOINING, NOBODY, PATIENT, SharedStatus, text_of
@@ -61,8 +62,46 @@ def state_of_rank(rank: int, status: SharedStatus) -> RankState:
     return RankState(rank, text_of(status.label), text_of(status.note), status.phase, status.waits)
 
 
+def looked_at(
+    me: int, states: Mapping[int, RankState], size: int, *, late: bool = False
+) -> tuple[Collection[int], bool]:
+    """Return the ranks that `me` has to look at, and whether the states of all that can hold it up are known.
+
+    It follows whom it waits for, and whom those wait for.  Where it waits for all, it looks at the ranks behind it, in
+    a ring, up to the next one that waits for all: that one looks further, and what it finds becomes the cause of all.
+    So each rank is looked at, by few.  states: of the ranks that were looked at before.  late: whether it has waited
+    for too long; the last of those that wait for all then looks at everybody, since they may wait for each other."""
+    found, whole = dict.fromkeys((me,)), True
+    ahead = [me]
+    for rank in ahead:
+        state = states.get(rank)
+        if state is None or (state.waits == EVERYONE and state.waiting and rank != me):
+            whole = False
+        elif state.waits == EVERYONE and state.waiting:
+            behind, whole = _behind(me, states, size, late=late)
+            found |= dict.fromkeys(behind)
+        elif state.waiting and state.waits - 1 not in found:
+            found[state.waits - 1] = None
+            ahead.append(state.waits - 1)
+    return found.keys(), whole
+
+
+def _behind(me: int, states: Mapping[int, RankState], size: int, *, late: bool) -> tuple[Sequence[int], bool]:
+    """Return the ranks behind one that waits for all, up to the next that does, and whether these are all and known."""
+    passed: list[int] = []
+    ring = chain(range(me + 1, size), range(me))
+    for rank in ring:
+        state = states.get(rank)
+        passed.append(rank)
+        if state is None:
+            return [*passed, *islice(ring, len(passed) - 1)], False
+        if state.waiting and state.waits == EVERYONE and not (late and rank < me):
+            return passed, False
+    return passed, True
+
+
 def held_up_by(me: int, states: Mapping[int, RankState]) -> list[RankState]:
-    """Return the ranks at the ends of the chains of waiting ranks that begin at `me`.
+    """Return the ranks at the ends of the chains of waiting ranks that begin at `me`, as far as states are known.
 
     Empty if the ranks wait for each other in a circle.
     """
@@ -70,7 +109,7 @@ def held_up_by(me: int, states: Mapping[int, RankState]) -> list[RankState]:
     while ahead:
         state = states[ahead.pop()]
         for rank in _waited_for(state, states):
-            if rank not in seen:
+            if rank not in seen and rank in states:
                 seen.add(rank)
                 if states[rank].waiting:
                     ahead.append(rank)
@@ -86,12 +125,18 @@ def _waited_for(state: RankState, states: Mapping[int, RankState]) -> Sequence[i
 
 
 def verdict(
-    me: int, states: Mapping[int, RankState], waited_s: float, limit_s: float, planning_s: float = math.inf
+    me: int,
+    states: Mapping[int, RankState],
+    waited_s: float,
+    limit_s: float,
+    planning_s: float = math.inf,
+    *,
+    whole: bool = True,
 ) -> WorkerError | None:
     """Return why waiting is pointless, or None.
 
-    me: a rank that has waited for `waited_s` seconds.  limit_s: seconds after which a rank that does not go on is
-    blamed; planning_s: the limit for a rank that plans or captures.
+    me: a rank that has waited for `waited_s` seconds.  whole: whether no other rank can hold it up.  limit_s: seconds
+    after which a rank that does not go on is blamed; planning_s: the limit for a rank that plans or captures.
     """
     roots = held_up_by(me, states)
     for root in roots:
@@ -118,7 +163,7 @@ def verdict(
     planning = any(root.phase == PATIENT for root in roots)
     limit_s = planning_s if planning else limit_s
     late = [root for root in roots if root.still_s >= limit_s]
-    if waited_s >= limit_s and (late or not roots):
+    if waited_s >= limit_s and (late or (whole and not roots)):
         return _too_late(late, limit_s, states)
     return None
 

@@ -15,7 +15,9 @@ from torch import nn
 
 from autopart.capture import CaptureCache
 from autopart.capture.batch.batch import flatten
+from autopart.capture.watch.changes import ModelWatch
 from autopart.capture.watch.closure_reads import Surroundings
+from autopart.capture.watch.observed import Observed
 from autopart.ir.errors import RefusedError
 from autopart.ir.size import Size
 
@@ -183,3 +185,29 @@ def test_an_attribute_is_not_taken_for_what_bears_its_name_in_the_module():
     around.reach(reads)
     names = {reading.place.rpartition(".")[2] for reading in around.found.values()}
     assert "CONFIG" in names and "alpha" not in names
+
+
+def test_another_default_dtype_is_a_change() -> None:
+    model = nn.Linear(3, 3)
+    watch = ModelWatch(model, Observed(), {})
+    assert watch.changes(training=True) == []
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert watch.changes(training=True) == ["the default dtype became torch.float64"]
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_captures_of_a_model_are_taken_up_again_when_it_is_as_it_was() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    captures = CaptureCache(model, lambda output, _: output.sum())
+    batch, seen, versions = flatten((torch.ones(4, 3), None), with_target=True), dict[bool, str](), list[str]()
+    for turn in range(12):
+        frozen = turn % 2 == 0
+        model[0].requires_grad_(not frozen).train(turn % 4 < 2)
+        captures.refresh(training=True)
+        captured = captures(batch, Size(2))
+        assert seen.setdefault(frozen, captured.graph.shape_digest()) == captured.graph.shape_digest()
+        versions.append(captures.version)
+    assert len(set(seen.values())) == captures.made == 2
+    assert versions[2:4] == versions[4:6]

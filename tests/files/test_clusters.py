@@ -204,7 +204,10 @@ def test_mistakes_in_files_are_named_by_their_place(tmp_path: Path, text: str, w
         ("devices: [{kind: cpu}, {kind: cuda}]", "c.yaml: the cluster mixes cpu and cuda"),
         ("devices: [{kind: cpu, count: 65536}, {kind: cpu}]", "c.yaml: 65537 devices"),
         ("devices: [{kind: cpu, flops: {half: 1}}]", "c.yaml: device 0 has a rate for 'half', which is not a dtype"),
-        ('devices: [{kind: cpu, name: "a\\nb"}]', "c.yaml: device 0 has a name that is not printable"),
+        (
+            'devices: [{kind: cpu, name: "a\\nb", memory: 1, flops: 1, memory_bandwidth: 1}]',
+            "c.yaml: device 0 has a name that is not printable",
+        ),
         (
             "devices: [{kind: cpu, count: 3}]\nlevels: [{size: 2, latency_us: 1, bandwidth: 1}]",
             "has 2 devices, and the cluster has 3",
@@ -331,7 +334,7 @@ def test_devices_of_several_kinds_stand_in_one_file(tmp_path: Path) -> None:
     text = """
 devices:
   - {kind: cuda, name: A100, count: 2, memory: 40GB}
-  - {kind: cuda, name: Own, count: 2, flops: {bfloat16: 4e14, float32: 6e13}}
+  - {kind: cuda, name: Own, count: 2, flops: {bfloat16: 4e14, float32: 6e13}, memory: 40GB, memory_bandwidth: 1e12}
   - {kind: cuda, name: V100, flops: {default: 1e12, float16: 1e14}, memory_bandwidth: 1e12}
   - {kind: cuda, name: H200, flops: 1e13}
 """

@@ -77,6 +77,7 @@ def test_the_note_of_a_rank_that_died_is_not_one_of_long_ago(store: TCPStore) ->
     monitor.attach(store, rank0_has_store=False)
     heart = monitor._heart
     assert isinstance(heart, Heart)
+    heart.wanted = (1,)
     heart.hurry()
     assert heart.failed() is False and heart.seen[1].beat["note"] == "capturing the model"
     heart.curious = False

@@ -12,6 +12,7 @@ import threading
 import time
 import types
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from autopart.ir.errors import AutopartError, BatchError, ClusterError, StageErr
 from autopart.runtime.activity import LABEL_BYTES, NOTE_BYTES, SharedStatus, publish_to, set_activity, set_rank_label
 from autopart.runtime.launch import worker
 from autopart.runtime.launch.local import launch
-from autopart.runtime.launch.reasons import Death, first_cause
+from autopart.runtime.launch.reasons import Death, first_cause, is_explained
 from autopart.runtime.launch.worker import Failure
 
 pytestmark = pytest.mark.timeout(150)
@@ -144,9 +145,10 @@ def test_another_error_ends_all_and_carries_its_traceback(workers: Workers, tmp_
     assert re.search(r"launch_jobs\.py.*in _fail", str(error))
 
 
-def test_the_cause_wins_over_its_effects(workers: Workers) -> None:
+@pytest.mark.parametrize("late_s", [0.0, 3.0])
+def test_the_cause_wins_over_its_effects(workers: Workers, late_s: float) -> None:
     with pytest.raises(WorkerError, match="rank 1 raised ValueError: the cause"):
-        workers.run(jobs.effect_and_cause)
+        workers.run(jobs.effect_and_cause, late_s)
 
 
 def test_the_first_cause() -> None:
@@ -160,6 +162,11 @@ def test_the_first_cause() -> None:
     assert first_cause([effect, aborted]) is aborted
     assert first_cause([effect]) is effect
     assert first_cause([worker.READY]) is None
+    named = Failure(0, "WorkerError", "", "", b"x", 2, 1.0)
+    told = replace(named, told_by=3)
+    assert not is_explained([]) and not is_explained([effect]) and not is_explained([effect, aborted])
+    assert is_explained([effect, early]) and is_explained([killed]) and is_explained([effect, named])
+    assert not is_explained([told, effect]) and is_explained([told, replace(effect, rank=3)])
 
 
 def test_ctrl_c_is_left_to_the_parent(workers: Workers) -> None:

@@ -104,7 +104,10 @@ def test_a_rank_that_waits_but_sends_no_heartbeat_is_the_one_that_holds_up_the_o
     monitor._thread.join()
     beat = {"machine": monitor._machine, "pid": os.getpid(), "label": "stage 1", "note": "1R0", "waits": waits_for(0),
             "phase": BUSY}  # fmt: skip
-    heart = SimpleNamespace(seen={1: Seen(beat, 0.0, 0.0)}, silent_s=lambda rank: silent, stuck_s=lambda: 0.0)
+    heart = SimpleNamespace(
+        wanted=[1], knows=lambda rank: True, seen={1: Seen(beat, 0.0, 0.0, 0.0)}, silent_s=lambda rank: silent,
+        stuck_s=lambda: 0.0,
+    )  # fmt: skip
     monkeypatch.setattr(monitor, "_heart", heart)
     named = {}
     for silent in (1.0, 13.0):

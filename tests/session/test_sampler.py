@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -121,6 +122,59 @@ def test_a_load_ends_an_iteration_from_before_it() -> None:
     position.load(position.state(), {})
     with pytest.raises(UsageError, match="a checkpoint was loaded"):
         next(batches)
+
+
+def test_a_step_that_is_refused_counts_once_whether_the_loop_goes_on_or_tries_again() -> None:
+    position = DataPosition()
+
+    def given(*batch: object, refused: bool = False) -> int:
+        with contextlib.suppress(UsageError), position.counting(*batch):
+            if refused:
+                raise UsageError("not now")
+        return position.consumed
+
+    iter(sampler_of(position, range(40), 4, 0, shuffle=True, drop_last=False))
+    first, second = object(), object()
+    assert [given(first, refused=True), given(second), given(second)] == [4, 8, 12]  # only a refused one is tried again
+    assert [given(first, refused=True), given(first, refused=True), given(first), given(second)] == [16, 16, 16, 20]
+    assert [given(None, refused=True), given(None)] == [24, 28]  # a rank without data: the loop went on
+
+
+def test_batches_that_no_step_was_given_come_again_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    position = DataPosition()
+    sampler = sampler_of(position, range(10), 4, 0, shuffle=False, drop_last=False)
+    for batch in sampler:
+        if batch[0] != 4:
+            position.advance()
+    assert not caplog.records
+    assert list(sampler) == [[8, 9]]
+    assert "2 samples of epoch 0 come now that the sampler has handed out before" in caplog.text
+
+
+def test_an_iteration_goes_no_further_once_another_has_begun() -> None:
+    sampler = sampler_of(DataPosition(), range(10), 4, 0, shuffle=True, drop_last=False)
+    first = iter(sampler)
+    next(first)
+    next(iter(sampler))
+    with pytest.raises(UsageError, match="another iteration began"):
+        next(first)
+
+
+def test_what_train_took_ahead_comes_again_after_it_was_dropped_and_nothing_comes_behind_it() -> None:
+    position = DataPosition()
+    sampler = sampler_of(position, range(10), 4, 0, shuffle=False, drop_last=False)
+    batches = iter(sampler)
+    for _ in range(2):
+        next(batches)
+        position.take()
+    position.advance()
+    assert (position.consumed, sampler.consumed) == (4, 8)
+    position.drop()
+    with pytest.raises(UsageError, match="taken behind others that were dropped"):
+        position.take()
+    with pytest.raises(UsageError, match=r"pipe\.train dropped batches"):
+        next(batches)
+    assert list(sampler) == [[4, 5, 6, 7], [8, 9]]
 
 
 def test_datasets_without_indices_are_refused_by_name() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import traceback
+from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,10 @@ from torch.distributed.fsdp import fully_shard
 
 import autopart
 from autopart.ir.errors import AutopartError, RefusedError, UsageError
+
+
+class Color(Enum):
+    RED = "red"
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +90,14 @@ def test_torchscript_and_arrays_are_refused_with_what_to_pass() -> None:
     with pytest.raises(UsageError, match="ndarray") as caught:
         autopart.compile(Net(), "cpu:1", sample=ROWS.numpy())
     assert caught.value.fix == "pass torch.as_tensor(x)"
+    with pytest.warns(DeprecationWarning), pytest.raises(UsageError, match="module 0 is a TorchScript") as caught:
+        part = torch.jit.trace(nn.Linear(4, 4), torch.zeros(1, 4))
+        autopart.compile(nn.Sequential(part, nn.Linear(4, 1)), "cpu:1", sample=torch.zeros(2, 4))
+    assert "torch.jit.trace was given" in caught.value.fix
+    for leaf, fix in ((Path("a"), "str(x)"), (Color.RED, "x.value")):
+        with pytest.raises(UsageError, match="input x is a") as caught:
+            autopart.compile(Net(), "cpu:1", sample={"input": ROWS, "x": leaf})
+        assert fix in caught.value.fix
 
 
 def test_a_rank_whose_batches_do_not_count_is_warned_of_once(pair: Workers) -> None:

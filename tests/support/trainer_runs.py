@@ -184,7 +184,7 @@ def differs(found: Any, expected: Any, place: str = "", near: float = 1e-5) -> l
         same = found.shape == expected.shape and torch.allclose(found.double(), expected.double(), rtol=near, atol=near)
         return [] if same else [f"{place}: tensors differ"]
     if isinstance(expected, numpy.ndarray):
-        return [] if numpy.array_equal(found, expected) else [f"{place}: arrays differ"]
+        return differs(torch.as_tensor(found), torch.as_tensor(expected), place, near)
     if isinstance(expected, Sequence) and not isinstance(expected, str):
         if len(found) != len(expected):
             return [f"{place}: {len(found)} for {len(expected)} entries: {found} for {expected}"[:300]]

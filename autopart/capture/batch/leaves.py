@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from enum import Enum
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -50,6 +52,13 @@ def check_leaf(name: str, leaf: Any) -> None:
             raise BatchError(f"input {name} is empty", where=f"shape {tuple(leaf.shape)}")
         return
     if not isinstance(leaf, _PLAIN):
+        for kind, plain in ((Enum, "its value (x.value)"), (PurePath, "its text (str(x))")):
+            if isinstance(leaf, kind):
+                raise BatchError(
+                    f"input {name} is {described(leaf)}",
+                    why="a batch holds what can be compared and sent between ranks: tensors, numbers and strings",
+                    fix=f"pass {plain}, and compare with that in forward()",
+                )
         array = type(leaf).__module__ == "numpy"
         raise BatchError(
             f"input {name} is {described(leaf)}",

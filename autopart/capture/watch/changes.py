@@ -44,7 +44,7 @@ class ModelWatch:
         self._readings: list[Reading] = sorted(readings, key=lambda reading: reading.place)
         self._numbers = [(tensor, numbers_of(tensor)) for tensor in observed.numbers.values()]
         self._grads = list(map(_requires_grad, self._parameters))
-        self._hooks = RemovableHandle.next_id
+        self._hooks, self._default_dtype = RemovableHandle.next_id, torch.get_default_dtype()
         self._same = self._snapshot()
 
     def changes(self, *, training: bool) -> list[str]:
@@ -56,6 +56,8 @@ class ModelWatch:
         if RemovableHandle.next_id != self._hooks:  # torch counts every hook that is registered anywhere
             check_hooks(self._model)
             self._hooks = RemovableHandle.next_id
+        if torch.get_default_dtype() is not self._default_dtype:
+            return [f"the default dtype became {torch.get_default_dtype()}"]
         if (
             list(map(_requires_grad, self._parameters)) == self._grads
             and self._same()

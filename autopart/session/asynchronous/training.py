@@ -23,14 +23,11 @@ from autopart.runtime.engine import BatchPlan
 from autopart.runtime.stream import StreamEngine
 from autopart.session.executors.executor import Executor
 from autopart.session.ranks.agreement import FAILURES
-from autopart.session.ranks.call_sync import AS_BEFORE, END, Given, ended_early
+from autopart.session.ranks.call_sync import AS_BEFORE, END, Given
 from autopart.session.session import Session
 from autopart.session.state.sampler import DataPosition
 from autopart.session.step.batch_counts import weighted_loss
 
-_ENDED, _LOSS, _COUNTED, _COUNTS = range(4)
-"""Places in what a rank tells with a batch."""
-_ROOM = 125  # counts of a batch that fit into an exchange
 _LEFT = "Stages may be some updates apart, and buffers as they were at the last flush"
 
 
@@ -160,7 +157,7 @@ class Training:
             self._position.advance()  # also over one that is refused: `train` goes on with the next
         found = given.settle()
         self._learn(given.about, found)
-        if all(row[_ENDED] for row in found.counts):
+        if found.ended:
             if self._live is not None:
                 self._empty()
             self._drop_fetched()
@@ -187,20 +184,16 @@ class Training:
         except FAILURES as error:
             failure = error
         about = self._entered - 1 - self._behind
-        told = [float(ended), self._own_loss(about), float(counts is not None and len(counts) <= _ROOM)]
         settle = session.calls.enter(
             "train", failure, needed=session.needing, signature=END if ended else signature,
             version=session.captures.version, rows=(batch.rows or 0) if batch is not None else 0,
-            counts=[*told, *(counts or ())[:_ROOM]],
+            counts=counts, ended=ended, loss=self._own_loss(about),
         )  # fmt: skip
         return _Fetched(arguments, batch, signature, ended, about, settle, taken)
 
     def _enter(self, given: _Fetched, found: Given) -> None:
         """Let a batch enter, behind those of its kind; others leave first."""
-        ended = [bool(row[_ENDED]) for row in found.counts]
-        if any(ended):
-            raise self._session.world.known(ended_early(ended.index(True), ended.index(False)))
-        kind = found.signature, max(found.rows), self._session.captures.version
+        kind = found.signature, found.rows, self._session.captures.version
         step = self._steps()
         live = self._live
         if live is not None and (kind != live.kind or (found.missing and live.executor.stand_in is None)):
@@ -233,8 +226,8 @@ class Training:
             assert live.executor.stand_in is not None
             batch = with_rows(live.executor.stand_in, live.kind[1])
         before, key = live.engine.turn, (self._session.options.seed, step)
-        counted = all(row[_COUNTED] for row in found.counts)  # not those that were taken before the first of their kind
-        live.executor.agree(batch, [row[_COUNTS:] for row in found.counts] if counted else (), before=before)
+        # not counted: those that were taken before the first of their kind
+        live.executor.agree(batch, found.counts, before=before)
         return live.executor.plan(batch, key, before=before)
 
     # -- losses and the end ----------------------------------------------------------------------------------------
@@ -251,11 +244,11 @@ class Training:
 
     def _learn(self, number: int, found: Given) -> None:
         """Take the loss of a batch from what all ranks told."""
-        if number == self._known and found.counts:
-            self._take([row[_LOSS] for row in found.counts])
+        if number == self._known:
+            self._take(found.loss)
 
-    def _take(self, of_ranks: Sequence[float]) -> None:
-        self._ready.append(sum(of_ranks[rank] for rank in self._session.plan.stages[self._home].ranks))
+    def _take(self, loss: float) -> None:
+        self._ready.append(loss)
         self._own.pop(self._known, None)
         self._known += 1
 
@@ -266,8 +259,8 @@ class Training:
         live.engine.spans = self._session.spans
         live.engine.flush()
         mine = [self._own_loss(number) for number in range(self._known, self._entered)]
-        for of_ranks in zip(*self._session.world.gather_numbers(mine), strict=True) if mine else ():
-            self._take(of_ranks)
+        for loss in self._session.world.reduce_numbers((), mine) if mine else ():
+            self._take(loss)
         live.engine.losses.clear()
         self._live, self._session.calls.left = None, AS_BEFORE
 

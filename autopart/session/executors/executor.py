@@ -3,6 +3,7 @@ rank's stages, the engine, and the plan of each batch that the engine plays."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,9 +36,10 @@ from autopart.runtime.sums.shared_values import SharedValues
 from autopart.runtime.tensors import LocalTensors
 from autopart.session.code.stage_code import StageCode
 from autopart.session.executors.evaluation import evaluation_program
-from autopart.session.executors.step_end import StepEnd, end_step
+from autopart.session.executors.step_end import StepEnd, StepEnds
 from autopart.session.placement import Placement
 from autopart.session.ranks.agreement import FAILURES, from_rank, raise_first
+from autopart.session.ranks.call_sync import different_batches
 from autopart.session.step.batch_counts import BatchCounts, weighted_loss
 from autopart.session.step.data import micro_rows, require_no_questions
 from autopart.session.step.loss_shares import (
@@ -56,7 +58,6 @@ from autopart.session.step.parts import (
     inputs_of,
     of_micros,
     replicated_of,
-    require_same_batch,
     training_program,
 )
 from autopart.session.step.synced import open_statistics, require_weights, statistics_of, synced_stages
@@ -112,6 +113,7 @@ class Executor:
         self._engines: dict[int, Engine] = {}
         self._runners: dict[int, StageRunner] = {}
         self.shares: Shares = {}
+        self._ends = StepEnds(self._world)
         self.computed_ns: tuple[float, ...] = ()
         self.stand_in: Batch | None = None
         self.fitting: range | None = None
@@ -144,7 +146,7 @@ class Executor:
         mine = weighted_loss(outcome.losses, [share[0] for share in plan.shares.get(last, ())])
         given = (self._tensors.masters.by_name, outcome.before)
         first = unscale(self._parameters(), unscaled, *given) if self._train and unscaled is not None else None
-        return end_step(self._world, self.decision.stages[last].ranks, mine, first, outcome.computed_ns)
+        return self._ends.end(mine, first, outcome.computed_ns)
 
     def predict(self, batch: Batch, plan: BatchPlan) -> Any:
         """Return what the model returns, on every rank, on the CPU."""
@@ -205,25 +207,19 @@ class Executor:
             return False
         if self._agreed[rows] is None and self._rank != self._first_rank:
             return False
-        self.shares = self._shares(rows, {self._rank: counts}, sharded=False)
+        self.shares = self._shares(rows, counts[1:], sharded=False)
         return True
 
-    def agree(
-        self, batch: Batch, counts: Sequence[Sequence[float]], shards: Sequence[int] = (), before: int = 0
-    ) -> None:
+    def agree(self, batch: Batch, counts: Sequence[float], shards: Sequence[int] = (), before: int = 0) -> None:
         """Find the shares of a batch in its loss together with all ranks.  Collective; raises BatchError on all ranks.
 
-        counts: of each rank, () to make the code and count now.  shards: rows that each replica of the first stage was
-        given, () if each was given the whole batch.  before: micro-batches before the first one of this batch, after
-        which replicas that take turns go on.
+        counts: of the first rank, () to make the code and count now.  shards: rows that each replica of the first stage
+        was given, () if each was given the whole batch.  before: micro-batches before the first one of this batch,
+        after which replicas that take turns go on.
         """
         rows = (0,) * before + micro_rows(batch, shards, self.decision, self.fitting)
-        sharded = bool(shards)
-        counts = counts or self._prepare_together(batch, rows, sharded=sharded)
-        different = require_same_batch([row[0] for row in counts], self.decision.stages[0].ranks)
-        if different is not None:
-            raise self._world.known(different)
-        self.shares = self._shares(rows, dict(enumerate(counts)), sharded=sharded)
+        counts = counts or self._prepare_together(batch, rows, sharded=bool(shards))
+        self.shares = self._shares(rows, counts[1:], sharded=bool(shards))
         if self._synced and (weightless := require_weights(rows, self.shares)) is not None:
             raise self._world.known(weightless)
 
@@ -258,9 +254,9 @@ class Executor:
         found = inputs_of(batch, self._graph.inputs, sizes, self._world.device, places)
         return [found.get(place, {}) for place in places]
 
-    def _prepare_together(self, batch: Batch, rows: tuple[int, ...], *, sharded: bool) -> list[list[float]]:
-        """Make the code for this batch, and return the counts of all ranks.  Collective; raises on all ranks what any
-        rank finds wrong."""
+    def _prepare_together(self, batch: Batch, rows: tuple[int, ...], *, sharded: bool) -> list[float]:
+        """Make the code for this batch, and return a digest and the counts of all pieces.  Collective; raises on all
+        ranks what any rank finds wrong."""
         if self._given_rule is None:
             derived = partial(self._derived, batch, rows)
             self._given_rule = from_rank(self._world, self._first_rank, "preparing the batch", derived)
@@ -274,14 +270,19 @@ class Executor:
                 mine = self._counted(batch, rows, sharded=sharded)
         except FAILURES as error:
             failure = error
-        width = count_width(self.rule.reduction)
-        size = 1 + width * len(pieces_of(rows, self._divisions))
-        counts = self._world.gather_numbers([float(failure is not None), *mine, *[0.0] * (size - len(mine))])
-        if any(row[0] for row in counts):
+        width, own, first = count_width(self.rule.reduction), iter(mine), self.decision.stages[0].ranks
+        seen = next(own, -math.inf) if self._rank in first else -math.inf
+        owners = counting_ranks(rows, self._divisions, first, sharded=sharded) if width else ()
+        pieces = [next(own, 0.0) if rank == self._rank else -math.inf for rank in owners for _ in range(width)]
+        told = [float(failure is not None), seen, -abs(seen), *pieces]
+        failed, most, least, *counts = self._world.reduce_numbers(told)
+        if failed:
             raise_first(self._world, failure, "preparing the batch")
+        if most != -least:
+            raise self._world.known(different_batches(first))
         if not sharded:
             self._agreed[rows] = None if width else loss_shares(self.rule.reduction, rows, self._divisions)
-        return [row[1:] for row in counts]
+        return [most, *counts]
 
     def _derived(self, batch: Batch, rows: Sequence[int]) -> BatchRule:
         """Return how such batches are cut: a Python value or a length in the batch may choose another loss than the one
@@ -336,12 +337,11 @@ class Executor:
         measured = self._counts.measured(self.rule.reduction, sizes, list(inputs.values()), alone=alone)
         return [seen, *(number for numbers in measured for number in numbers)]
 
-    def _shares(self, rows: tuple[int, ...], counts: Mapping[int, Sequence[float]], *, sharded: bool) -> Shares:
-        """Return the shares of replicas in the loss of a batch.  counts: of each rank that counts."""
+    def _shares(self, rows: tuple[int, ...], counts: Sequence[float], *, sharded: bool) -> Shares:
+        """Return the shares of replicas in the loss of a batch.  counts: of all pieces."""
         if not sharded and (known := self._agreed.get(rows)) is not None:
             return known
-        ranks = self.decision.stages[0].ranks
-        return counted_shares(self.rule.reduction, rows, self._divisions, ranks, counts, sharded=sharded)
+        return counted_shares(self.rule.reduction, rows, self._divisions, counts)
 
     # -- the program and what plays it -----------------------------------------------------------------------------
 

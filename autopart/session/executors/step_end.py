@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopart.runtime.group.world import World
+
+TOLD = 64
+"""Ranks that tell in each step how long they computed for; more take turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,22 +15,35 @@ class StepEnd:
     """What all ranks know of a step.
 
     loss: of the whole batch.  not_finite: a gradient that is not finite, with its rank; "" if there is none.
-    computed_ns: nanoseconds that each rank computed for, 0 where it was not measured."""
+    computed_ns: nanoseconds that each rank computed for when it last told, 0 where it was not measured; () between, as
+    ranks take turns."""
 
     loss: float
     not_finite: str
     computed_ns: tuple[float, ...]
 
 
-def end_step(world: World, losing: Sequence[int], loss: float, not_finite: str | None, computed_ns: int) -> StepEnd:
-    """Tell all ranks that this one has done its part, and return what all have told.  Collective.
+class StepEnds:
+    """The ends of the steps of one executor."""
 
-    losing: the ranks that computed losses.  loss: of this rank, 0 elsewhere.  not_finite: a gradient on this rank."""
-    everyone = world.gather_numbers([loss, float(not_finite is not None), float(computed_ns)])
-    total = sum(everyone[rank][0] for rank in losing)
-    computed = tuple(row[2] for row in everyone)
-    if not any(row[1] for row in everyone):
-        return StepEnd(total, "", computed)
-    names = world.gather_objects(not_finite)
-    first = next(f"{name} on rank {rank}" for rank, name in enumerate(names) if name)
-    return StepEnd(total, first, computed)
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._computed: list[float] = []
+
+    def end(self, loss: float, not_finite: str | None, computed_ns: int) -> StepEnd:
+        """Tell all ranks that this one has done its part, and return what they know then.  Collective; O(log(ranks)).
+
+        loss: of this rank, 0 where none is computed.  not_finite: a gradient on this rank."""
+        world, first = self._world, len(self._computed)
+        turn = range(first, min(first + TOLD, world.size))
+        times = [float(computed_ns) if rank == world.rank else 0.0 for rank in turn]
+        overflow, *times, total = world.reduce_numbers([float(not_finite is not None), *times], [loss])
+        self._computed += times
+        computed: tuple[float, ...] = ()
+        if len(self._computed) == world.size:
+            computed, self._computed = tuple(self._computed), []
+        if not overflow:
+            return StepEnd(total, "", computed)
+        names = world.gather_objects(not_finite)
+        named = next(f"{name} on rank {rank}" for rank, name in enumerate(names) if name)
+        return StepEnd(total, named, computed)

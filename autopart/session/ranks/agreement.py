@@ -36,7 +36,8 @@ def together(world: World, doing: str) -> Iterator[None]:
         if world.size == 1:
             raise
         failure = error
-    raise_first(world, failure, doing)
+    if any(world.reduce_numbers([float(failure is not None)])):
+        raise_first(world, failure, doing)
 
 
 def raise_first(world: World, failure: BaseException | None, doing: str) -> None:

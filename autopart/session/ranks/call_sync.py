@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -25,21 +26,40 @@ AS_BEFORE = "Gradients and buffers are as before it"
 _BESIDE = 2.0
 """Says that a rank's failure is of something beside the calls (`Calls.pending`); 1 is one of the call."""
 _ROOM = 128  # counts of a batch that fit into the exchange of a call
-_HEAD = 9  # numbers that every rank sends with every call
-_ALIKE = (4, 6, 7)  # places of those that must be equal on all ranks: model version, loss scale, sharded
+_ALIKE = (4, 6, 7)  # places, in what ranks tell, of what must be equal on all: model version, loss scale, sharded
+_SAME = (*_ALIKE, 8)
+"""As `_ALIKE`, and whether the batches have ended."""
+_CALLS, _RANKS = 1 << 5, 1 << 20
+"""More than there are names of calls, and ranks: a call, its number and a rank fit into a double."""
+_NONE = -math.inf
+"""Sent for a number that a rank does not have, where the largest of all ranks counts."""
 
 
 class Given(NamedTuple):
     """What the ranks were given for a call.
 
-    signature: digest of the batch's signature.  rows: of each rank's batch.  missing: whether a rank has none.  counts:
-    of each rank, () if some rank has not counted.
+    signature: digest of the batch's signature.  rows: of the batch; of shards, those of the largest.  shards: rows of
+    the batch of each rank that needs one, () if each is given all.  missing: whether a rank has no batch.  counts: of
+    the first rank that needs the batch, () if some rank has not counted.  ended, loss: whether batches have ended, and
+    a sum over ranks (`Calls.enter`).
     """
 
     signature: float
-    rows: tuple[int, ...]
+    rows: int
+    shards: tuple[int, ...]
     missing: bool
-    counts: Sequence[Sequence[float]]
+    counts: Sequence[float]
+    ended: bool
+    loss: float
+
+
+class _Own(NamedTuple):
+    """What one rank tells of a call: to all, and with its error, and for messages."""
+
+    told: Sequence[float]
+    failure: BaseException | None
+    needed: Sequence[int]
+    version: str
 
 
 class Calls:
@@ -76,6 +96,8 @@ class Calls:
         scale: float = 1.0,
         sharded: bool = False,
         counts: Sequence[float] | None = None,
+        ended: bool = False,
+        loss: float = 0.0,
     ) -> Callable[[], Given]:
         """Tell every rank of this call, without waiting; return a function that waits until all of them make it, and
         compares what they were given.  Collective.
@@ -83,10 +105,12 @@ class Calls:
         failure: error of this rank, which all ranks then raise.  needed: ranks that need a batch; of shards the first
         of them at least.  signature, rows: of this rank's batch, "" and 0 if it has none.  version: of its model
         (`CaptureCache.version`).  scale: of the loss.  sharded: whether ranks have rows of their own.  counts: of this
-        rank's batch, None if not counted yet.
+        rank's batch, None if not counted yet.  ended: whether its batches have.  loss: what it adds to `Given.loss`.
 
-        The function raises on all ranks: UsageError for different calls, BatchError for different batches, different
-        changes of the model, or a batch that is missing.
+        Ranks learn the largest and the smallest of what must be equal, so that what each does grows with log(ranks);
+        only if these differ do they tell each other all, to name who.  The function raises on all ranks: UsageError
+        for different calls, BatchError for different batches, different changes of the model, or a batch that is
+        missing.
         """
         if counts is not None and len(counts) > _ROOM:
             counts = None
@@ -96,33 +120,41 @@ class Calls:
         doing = f"call {self._count}: {name}"
         failed = _BESIDE if beside is not None else float(failure is not None)
         set_activity(doing)
-        mine = [
-            float(NAMES.index(name)), float(self._count), failed, digest_of(signature),
-            digest_of(version), float(rows), scale, float(sharded), float(counts is not None),
-            *(counts or ()), *[0.0] * (_ROOM - len(counts or ())),
+        told = [
+            float(NAMES.index(name)), float(self._count), failed, digest_of(signature), digest_of(version), float(rows),
+            scale, float(sharded), float(ended),
         ]  # fmt: skip
-        gathered = self._world.begin_gathering(mine)
+        place = needed.index(self._world.rank) if self._world.rank in needed else None
+        reduced = self._world.begin_reducing(_largest(self._world.rank, told, place, counts), [loss])
 
         def settled() -> Given:
             set_activity(doing)  # a step may have begun meanwhile
-            return self._compared(gathered(), failure, needed, version, sharded=sharded)
+            return self._settled(_Own(told, failure, needed, version), reduced())
 
         return settled
 
-    def _compared(
-        self,
-        found: list[list[float]],
-        failure: BaseException | None,
-        needed: Sequence[int],
-        version: str,
-        *,
-        sharded: bool,
-    ) -> Given:
-        """Return what the ranks were given, or raise how they differ.  found: what each rank sent.  Collective."""
-        for rank, row in enumerate(found):
-            if row[:2] != found[0][:2]:
-                different = _different_calls(rank, found[0], row)
-                raise different if self.looked_at_late else self._world.known(different)
+    def _settled(self, own: _Own, found: list[float]) -> Given:
+        """Return what the ranks were given, or raise how they differ.  own: of this rank.
+        found: the largest of all ranks.  Collective."""
+        most, least, (failing, missing, absent, uncounted) = found[2:9], found[9:16], found[16:20]
+        *alike, alike_rows, same = [high in (-low, _NONE) for high, low in zip(most, least, strict=True)]
+        if (different := _different_calls(int(found[0]), int(-found[1]))) is not None:
+            raise different if self.looked_at_late else self._world.known(different)
+        told, needed, sharded, (ended, signature, rows) = own.told, own.needed, bool(own.told[7]), most[3:6]
+        if failing or absent or not (all(alike) and (alike_rows or sharded)):
+            self._compared(own, self._world.gather_numbers(told), sharded=sharded)
+        if not same:
+            raise self._world.known(different_batches(needed))
+        shards = [rows] * len(needed) if sharded else []
+        if sharded and not alike_rows:
+            shards = self._world.reduce_numbers([told[5] if r == self._world.rank else _NONE for r in needed])
+        counts = () if uncounted else found[20:-1]
+        given = max(signature, 0.0), int(max(rows, 0.0)), tuple(map(int, shards))
+        return Given(*given, bool(missing), counts, bool(ended), found[-1])
+
+    def _compared(self, own: _Own, found: list[list[float]], *, sharded: bool) -> None:
+        """Raise how what the ranks were given differs.  found: what each rank told.  Collective."""
+        _, failure, needed, version = own
         if any(row[2] == _BESIDE for row in found):
             self.forget()
         if any(row[2] for row in found):
@@ -137,8 +169,9 @@ class Calls:
             if any(row[place] != found[first][place] for place in compared):
                 changes = self._world.gather_objects(version) if found[first][4] != row[4] else []
                 raise self._world.known(_different_given(first, rank, found[first], row, changes))
-        all_counts = [row[_HEAD:] for row in found] if all(row[8] for row in found) else ()
-        return Given(found[first][3], tuple(int(row[5]) for row in found), len(holders) < len(found), all_counts)
+        ended = [bool(row[8]) for row in found]
+        if any(ended) and not all(ended):
+            raise self._world.known(ended_early(ended.index(True), ended.index(False)))
 
     @contextmanager
     def collective(self, doing: str) -> Iterator[None]:
@@ -194,16 +227,43 @@ class Calls:
             self._world.fail(error)
 
 
+def _largest(rank: int, told: Sequence[float], place: int | None, counts: Sequence[float] | None) -> list[float]:
+    """Return the numbers of which all ranks learn the largest: the last call and the first, with the lowest rank that
+    makes it; what should be equal, and the same with the other sign, which gives the smallest; flags; then the counts
+    of the first rank that needs the batch.
+
+    told: of this rank.  place: among the ranks that need a batch, None if it does not.  counts: of this rank."""
+    name, number, failed, signature, _, rows, _, sharded, _ = told
+    call, holds, needs = (number * _CALLS + name) * _RANKS, bool(signature), place is not None
+    shared = [
+        *(told[each] for each in _SAME),
+        signature if holds else _NONE,
+        rows if (needs if sharded else holds) else _NONE,
+        counts[0] if needs and counts else _NONE,
+    ]
+    wanted = place == 0 if sharded else needs
+    flags = [failed, float(not holds), float(wanted and not holds), float(counts is None)]
+    own = [*(counts or ()), *[0.0] * (_ROOM - len(counts or ()))] if place == 0 else [_NONE] * _ROOM
+    other_sign = [-each if each != _NONE else _NONE for each in shared]
+    return [call + _RANKS - 1 - rank, -call - rank, *shared, *other_sign, *flags, *own]
+
+
 def digest_of(text: str) -> float:
     """Return 52 bits of a hash of a text; 0 for an empty one."""
     return float(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 12) if text else 0.0
 
 
-def _different_calls(rank: int, first: list[float], other: list[float]) -> UsageError:
+def _different_calls(last: int, first: int) -> UsageError | None:
+    """Return the error for ranks that make different calls, None if all make the same.  last, first: the last call and
+    the first (`_largest`)."""
+    calls = {_RANKS - 1 - last % _RANKS: last // _RANKS, first % _RANKS: first // _RANKS}
+    if len(set(calls.values())) == 1:
+        return None
+    (one, call), (other, another) = sorted(calls.items())
     return UsageError(
-        f"ranks 0 and {rank} make different calls",
-        why=f"rank 0 calls {NAMES[int(first[0])]} as its call number {int(first[1])}, rank {rank} calls "
-        f"{NAMES[int(other[0])]} as its number {int(other[1])}",
+        f"ranks {one} and {other} make different calls",
+        why=f"rank {one} calls {NAMES[call % _CALLS]} as its call number {call // _CALLS}, rank {other} calls "
+        f"{NAMES[another % _CALLS]} as its number {another // _CALLS}",
         fix="let every rank make the same calls in the same order; work of rank 0 alone comes after the call",
     )
 
@@ -222,6 +282,17 @@ def _without_batch(absent: list[int], needed: Sequence[int]) -> BatchError:
         f"rank {absent[0]} was given no batch",
         why=f"the model's inputs enter on rank{'s' * (len(needed) > 1)} {', '.join(map(str, needed))}",
         fix="pass the batch on every rank, or where pipe.needs_data is True",
+    )
+
+
+def different_batches(ranks: Sequence[int]) -> BatchError:
+    """Return the error for replicas of the first stage, on these ranks, that were given different batches."""
+    return BatchError(
+        "the replicas of the first stage were given different batches",
+        where=f"ranks {', '.join(map(str, ranks))}",
+        why="the rows of one batch are divided between them, and only the first batch is counted",
+        fix="pass every rank the same batch (no DistributedSampler; the same seed for the data loader everywhere), or "
+        "each its own rows, with pipe.step(batch, sharded=True)",
     )
 
 

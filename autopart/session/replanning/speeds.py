@@ -56,7 +56,11 @@ class Speeds:
         self._left, self._told = SKIPPED, frozenset()
 
     def note(self, computed_ns: Sequence[float]) -> None:
-        """Note what each rank computed for in a step, 0 where that was not measured.  O(ranks * window)."""
+        """Note what each rank computed for in a step, 0 where that was not measured; () if not all have told.
+
+        O(ranks * window)."""
+        if not computed_ns:
+            return
         if self._left:
             self._left -= 1
             return

@@ -93,7 +93,7 @@ class DataPosition:
     def counting(self, *batch: Any) -> Iterator[None]:
         """Count the batch of a step at its end, also if it is refused, as a loop then goes on with the next; once if
         the same objects are given again after that."""
-        again = bool(batch) and [*map(id, batch)] == [*map(id, self._refused)]
+        again = any(one is not None for one in batch) and [*map(id, batch)] == [*map(id, self._refused)]
         self._refused = ()
         try:
             yield

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
-from itertools import islice, pairwise
+from itertools import pairwise
 
 from autopart.ir.graph import Graph, LossReduction
 from autopart.ir.shares import Division
@@ -153,20 +153,9 @@ def idle_values(graph: Graph, reduction: LossReduction, share: Share) -> frozens
 
 
 def counted_shares(
-    reduction: LossReduction,
-    rows: tuple[int, ...],
-    divisions: tuple[Division, ...],
-    ranks: Sequence[int],
-    counts: Mapping[int, Sequence[float]],
-    *,
-    sharded: bool,
+    reduction: LossReduction, rows: tuple[int, ...], divisions: tuple[Division, ...], counts: Sequence[float]
 ) -> Shares:
-    """Return the shares in the loss of a batch of these rows.
-
-    ranks: of the first stage.  counts: of each rank that counts, a digest and then the counts of its pieces in order.
-    """
+    """Return the shares in the loss of a batch of these rows.  counts: of all pieces, in order; more may follow."""
     width = count_width(reduction)
-    owners = counting_ranks(rows, divisions, ranks, sharded=sharded) if width else ()
-    left = {rank: iter(counts[rank][1:]) for rank in owners}
-    measured = [list(islice(left[rank], width)) for rank in owners]
-    return loss_shares(reduction, rows, divisions, measured)
+    ends = range(width, width * len(pieces_of(rows, divisions)) + 1, width) if width else ()
+    return loss_shares(reduction, rows, divisions, [counts[end - width : end] for end in ends])

@@ -11,7 +11,7 @@ import torch
 
 from autopart.capture.batch.batch import Batch, split_rows
 from autopart.ir.actions import COMPUTES, FORWARD, Slot, parse_action
-from autopart.ir.errors import BatchError, RefusedError
+from autopart.ir.errors import RefusedError
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision, Stage
 from autopart.ir.program import Program
@@ -97,19 +97,6 @@ def digest(tensors: Iterable[torch.Tensor]) -> float:
         words = rows.view(torch.int32 if rows.shape[1] * rows.itemsize % 4 == 0 and rows.numel() else torch.uint8)
         found.update(str(words.sum(1, dtype=torch.int64).tolist()).encode())
     return float(int.from_bytes(found.digest(), "little") >> 12)
-
-
-def require_same_batch(digests: Sequence[float], ranks: Sequence[int]) -> BatchError | None:
-    """Return the error for replicas of the first stage that were given different batches, None if they are equal."""
-    if len({digests[rank] for rank in ranks}) == 1:
-        return None
-    return BatchError(
-        "the replicas of the first stage were given different batches",
-        where=f"ranks {', '.join(map(str, ranks))}",
-        why="the rows of one batch are divided between them, and only the first batch is counted",
-        fix="pass every rank the same batch (no DistributedSampler; the same seed for the data loader everywhere), or "
-        "each its own rows, with pipe.step(batch, sharded=True)",
-    )
 
 
 def warn_of_other_batches(world: World, batch: Batch | None, needing: Sequence[int]) -> None:

@@ -112,8 +112,9 @@ def different_errors() -> None:
     raise ValueError(f"rank {rank()} fails")
 
 
-def effect_and_cause() -> None:
-    """Raise a lost connection on rank 0 and its cause on rank 1."""
+def effect_and_cause(late_s: float = 0.0) -> None:
+    """Raise a lost connection on rank 0 and its cause on rank 1, which is so much slower, as on a busy machine."""
+    threading.Event().wait(late_s * rank())
     if rank() == 0:
         raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1234")
     raise ValueError("the cause")

@@ -10,7 +10,7 @@ from torch import nn
 import autopart
 from autopart.runtime.group.world import World
 
-EXCHANGES = ("begin_gathering", "gather_numbers", "gather_objects", "broadcast_object")
+EXCHANGES = ("begin_reducing", "gather_numbers", "gather_objects", "broadcast_object")
 
 
 class Reader(nn.Module):

@@ -121,17 +121,17 @@ class Rows(Dataset[dict[str, Any]]):
         return {name: values[index] for name, values in self.whole.items()}
 
 
-def made(run: Run) -> tuple[Scripted, frozenset[str]]:
-    """Return a new model, and the names of the parameters that the optimizers drive."""
+def made(run: Run) -> tuple[Scripted, set[str]]:
+    """Return a new model, and the names of the parameters that the optimizers leave out."""
     model = Scripted(run.parts, run.kind, run.loss)
     model.freeze(run.frozen)
-    return model, frozenset(name for name, p in model.named_parameters() if p.requires_grad or not run.trained)
+    return model, {name for name, p in model.named_parameters() if run.trained and not p.requires_grad}
 
 
-def driving(run: Run, named: Any, driven: frozenset[str], turned: bool = False) -> tuple[list[Any], list[Any]]:
+def driving(run: Run, named: Any, left_out: set[str], turned: bool = False) -> tuple[list[Any], list[Any]]:
     """Return optimizers and schedulers."""
     turn = -1 if turned else 1
-    optimizers = OPTIMIZERS[run.optimizer]([p for name, p in named if name in driven], turn)[::turn]
+    optimizers = OPTIMIZERS[run.optimizer]([p for name, p in named if name not in left_out], turn)[::turn]
     return optimizers, [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in optimizers]
 
 
@@ -151,7 +151,7 @@ class Living:
 
     def __init__(self, run: Run, number: int, folder: Path) -> None:
         self.run, self.number, self.life = run, number, run.lives[number]
-        model, driven = made(run)
+        model, left_out = made(run)
         for event in (event for life in run.lives[:number] for event in life.changes):
             change(model, event)
         sample = batch(run.kind, self.life.rows, 4, 1)
@@ -159,7 +159,7 @@ class Living:
             model, cluster(), sample=sample, micro_batches=self.life.micros, costs="analytic", cache=False,
             schedule="pipedream" if self.life.streamed else "auto", **dict(self.life.plan),
         )  # fmt: skip
-        self.optimizers, self.schedulers = driving(run, self.pipe.named_parameters(), driven, self.life.turned)
+        self.optimizers, self.schedulers = driving(run, self.pipe.named_parameters(), left_out, self.life.turned)
         self.pipe.load(folder, self.optimizers, self.schedulers, missing_ok=True)
         for event in self.life.changes:
             change(model, event)
@@ -221,10 +221,10 @@ class Unbroken:
     def __init__(self, run: Run, nudge: int = 0) -> None:
         models.reset()
         self.run, self.epoch, self.consumed = run, 0, 0
-        self.model, driven = made(run)
+        self.model, left_out = made(run)
         if nudge:
             nudged(self.model, nudge)
-        self.driving = driving(run, self.model.named_parameters(), driven)
+        self.driving = driving(run, self.model.named_parameters(), left_out)
         self.order, self.whole = Order(run.size, 3, run.shuffle), Rows(run, False).whole
 
     def step(self, rows: int) -> float:

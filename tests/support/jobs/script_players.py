@@ -106,14 +106,14 @@ class Player:
         self.first = script.first
         self.batch = batch(script.kind, *script.first[1:4], **script.first[4])
         self.varying, self.text, self.steps = (), "", 0
+        self.saved: Any = None
         self.model = Scripted(script.parts, script.kind, script.loss)
         self.model.freeze(script.frozen)
-        trained = [name for name, p in self.model.named_parameters() if p.requires_grad or not script.trained]
-        self.driven = frozenset(trained)
+        self.left_out = {n for n, p in self.model.named_parameters() if script.trained and not p.requires_grad}
 
     def optimize(self, named: Iterable[tuple[str, Any]], turned: bool = False) -> None:
         """Make the optimizers and their schedulers. turned: with groups and optimizers in another order."""
-        own = [parameter for name, parameter in named if name in self.driven]
+        own = [parameter for name, parameter in named if name not in self.left_out]
         self.optimizers = OPTIMIZERS[self.script.optimizer](own, -1 if turned else 1)
         self.schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in self.optimizers]
 
@@ -176,7 +176,6 @@ class Plain(Player):
         if nudge:
             nudged(self.model, nudge)
         self.optimize(self.model.named_parameters())
-        self.saved: Any = None
         self.planned = max(split_rows(len(self.batch["x"]), script.micros))
 
     def pieces(self) -> list[dict[str, Any]]:
@@ -319,10 +318,11 @@ class Piped(Player):
         return copy.deepcopy({**self.model.state_dict()})
 
     def save(self, wait: bool) -> None:
+        self.saved = True
         self.pipe.save(self.folder / "saved", self.optimizers, self.schedulers, wait=wait)
 
     def load_back(self, turned: bool) -> None:
-        if autopart.latest(self.folder / "saved") is None:
+        if not self.saved:
             return
         if turned:
             self.optimize(self.pipe.named_parameters(), True)

@@ -222,7 +222,7 @@ class Plain(Player):
 
     def state(self, factor: float) -> Any:
         state = self.sync()
-        self.model.load_state_dict(scaled(state, factor))
+        self.model.load_state_dict(scaled(copy.deepcopy(state), factor))
         return state
 
     def clip(self, norm: float) -> Any:
@@ -307,7 +307,7 @@ class Piped(Player):
 
     def state(self, factor: float) -> Any:
         state = copy.deepcopy({**self.pipe.state_dict()})
-        self.pipe.load_state_dict(scaled(state, factor))
+        self.pipe.load_state_dict(scaled(copy.deepcopy(state), factor))
         return state
 
     def clip(self, norm: float) -> Any:

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 from support.jobs.random_scripts import Drawn, Outcome, drawn, drawn_any, played, played_any, smaller
-from support.jobs.script_players import Piped
+from support.jobs.script_players import Piped, Script
 from support.workers import Workers
 
 CHUNK, SCRIPTS = 25, 2000
@@ -49,6 +49,13 @@ def test_scripts_on_one_rank_match_torch_or_are_refused() -> None:
 def test_scripts_on_two_ranks_match_torch_or_are_refused(pair: Workers) -> None:
     outcomes = check(PAIRED, pair, 8)
     assert sum(outcome.calls for outcome in outcomes) > 3
+
+
+def test_a_change_after_a_plan_that_was_refused_is_the_same_change_on_all_ranks(pair: Workers) -> None:
+    events = (("freeze", 1), ("set", "temperature", 0.75), ("step", False))
+    first = ("batch", 8, 4, 0, {})
+    script = Script(("norm alone",), "rows", "square", 2, "groups", first, events, kept=True)
+    assert [outcome.kind for outcome in outcomes_of(script, pair)] == ["equal"] * 2
 
 
 def test_small_errors_of_a_loss_are_found_in_scripts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

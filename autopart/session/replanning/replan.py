@@ -102,6 +102,7 @@ def replan(
         began = time.perf_counter()
         with together(world, "reading the model"):
             session.follow_model(training=True)
+            session.captures(session.batch.plain, Size(max(session.plan.micro_rows)))  # so that every rank watches it
             if cache is not None:
                 session.activations.open(cache)
         known = world.gather_objects(KeptBytes({**state_bytes}, _beside(session)))

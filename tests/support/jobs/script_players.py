@@ -51,9 +51,9 @@ def _two(parameters: list[Any], turn: int) -> list[torch.optim.Optimizer]:
 
 
 OPTIMIZERS: dict[str, Callable[[list[Any], int], list[torch.optim.Optimizer]]] = {
-    "sgd": lambda own, turn: [torch.optim.SGD(own, lr=0.1, weight_decay=0.01)],
-    "momentum": lambda own, turn: [torch.optim.SGD(own, lr=0.1, momentum=0.9)],
-    "adam": lambda own, turn: [torch.optim.Adam(own, lr=0.01)],
+    "sgd": lambda own, turn: [torch.optim.SGD(own or [{"params": []}], lr=0.1, weight_decay=0.01)],
+    "momentum": lambda own, turn: [torch.optim.SGD(own or [{"params": []}], lr=0.1, momentum=0.9)],
+    "adam": lambda own, turn: [torch.optim.Adam(own or [{"params": []}], lr=0.01)],
     "groups": lambda own, turn: [_grouped(own, turn)],
     "two": _two,
 }

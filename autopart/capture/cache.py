@@ -53,18 +53,23 @@ class CaptureCache:
         self.trained = Trained(model, loss_fn)
         self.autocast: Autocast | None = None
         self.values_come = False
-        self.version = ""
         self.made = 0
         self.seconds = 0.0
         self._loss_fn = loss_fn
+        self._tensors: dict[str, tuple[str, torch.Tensor]] = {}
+        self._aside: list[dict[str, Any]] = []
+        self._shapes: set[tuple[object, ...]] = set()
+        self._forget("")
+
+    def _forget(self, version: str) -> None:
+        """Begin with a model of which nothing is known."""
+        self.version = version
         self._values: dict[tuple[str, object], set[object]] = {}
         self._free: dict[tuple[str, object], tuple[int, ...]] = {}
         self._observed = Observed()
         self._flags: dict[nn.Module, bool] = {}
         self._watches: list[ModelWatch] = []
-        self._tensors: dict[str, tuple[str, torch.Tensor]] = {}
         self.kept: Recent[tuple[object, ...], Captured] = Recent(_KEEP, self._bytes_of)
-        self._shapes: set[tuple[object, ...]] = set()
         self._asked: dict[tuple[object, ...], list[tuple[_Answers, Callable[[Sequence[torch.Tensor]], bool]]]] = {}
 
     def run_in(self, precision: Precision, device_type: str, *, values_come: bool = False) -> None:
@@ -219,24 +224,23 @@ class CaptureCache:
                 )
 
     def refresh(self, *, training: bool) -> list[str]:
-        """Forget all captures if the model changed since; return what changed, in words.
+        """Put all captures aside if the model changed since; return what changed, in words.
 
-        training: whether training flags count; evaluation sets its own.  Raises RefusedError for a change that no
-        capture can follow, such as a parameter that is another object.  Costs what `ModelWatch.changes` costs.
+        Captures of the last models that differed are taken up again if the model is as it was for them, as where layers
+        are frozen in every other step.  training: whether training flags count; evaluation sets its own.  Raises
+        RefusedError for a change that no capture can follow, such as a parameter that is another object.  Costs what
+        `ModelWatch.changes` costs.
         """
         changes = [change for watch in self._watches for change in watch.changes(training=training)]
         if not self._watches:  # the last capture failed
             self.check_tensors()
         if changes:
-            self.kept.clear()
-            self._asked.clear()
-            self._values.clear()
-            self._free.clear()
-            self._observed = Observed()
-            self._flags = {}
-            self._watches.clear()
+            aside = {name: vars(self)[name] for name in _OF_ONE_MODEL}
+            known = next((own for own in self._aside if _is_of(own["_watches"], training)), None)
+            self._aside = [own for own in (aside, *self._aside) if own is not known][:_MODELS]
             digest = hashlib.blake2b("\n".join([self.version, *changes]).encode(), digest_size=8).hexdigest()
-            self.version = f"{digest} {', '.join(changes[:_NAMED])}"
+            self._forget(f"{digest} {', '.join(changes[:_NAMED])}")
+            vars(self).update(known or {})
         return changes
 
     def check_tensors(self) -> None:
@@ -247,6 +251,15 @@ class CaptureCache:
     def is_own(self, name: str, tensor: torch.Tensor) -> bool:
         """Return whether a parameter or buffer is the object that was captured first, and not a later one."""
         return name not in self._tensors or self._tensors[name][1] is tensor
+
+
+_OF_ONE_MODEL = ("version", "kept", "_values", "_free", "_observed", "_flags", "_watches", "_asked")
+_MODELS = 3
+
+
+def _is_of(watches: Sequence[ModelWatch], training: bool) -> bool:
+    """Return whether captures are of the model as it is now."""
+    return bool(watches) and not any(watch.changes(training=training) for watch in watches)
 
 
 def _warn_of_many(places: Iterable[str]) -> None:

@@ -147,6 +147,8 @@ class SessionPlan:
         ranks, and nothing has changed.  prepare: called first; what it returns moves what else follows the plan.  kept:
         values that the plan begins with (`Batch.kept`)."""
         with self.call("adopt"):
+            with together(self.world, "comparing the model with its capture"):  # layers may have been frozen since
+                self.follow_model(training=True)
             move = prepare()
             before, self.batch = self.batch, replace(self.batch, kept=tuple(kept))
             try:

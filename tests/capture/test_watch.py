@@ -196,3 +196,18 @@ def test_another_default_dtype_is_a_change() -> None:
         assert watch.changes(training=True) == ["the default dtype became torch.float64"]
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_captures_of_a_model_are_taken_up_again_when_it_is_as_it_was() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    captures = CaptureCache(model, lambda output, _: output.sum())
+    batch, seen, versions = flatten((torch.ones(4, 3), None), with_target=True), dict[bool, str](), list[str]()
+    for turn in range(12):
+        frozen = turn % 2 == 0
+        model[0].requires_grad_(not frozen).train(turn % 4 < 2)
+        captures.refresh(training=True)
+        captured = captures(batch, Size(2))
+        assert seen.setdefault(frozen, captured.graph.shape_digest()) == captured.graph.shape_digest()
+        versions.append(captures.version)
+    assert len(set(seen.values())) == captures.made == 2
+    assert versions[2:4] == versions[4:6]

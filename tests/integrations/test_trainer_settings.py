@@ -22,12 +22,12 @@ from autopart.integrations.trainer_limits import KNOWN
 from autopart.integrations.trainer_limits import VALUES as SOME
 from autopart.ir.errors import UsageError
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated")
 PAGE = Path(__file__).parents[2] / "docs" / "trainer.md"
 EVERY = {"eval_strategy": "steps", "eval_steps": 2}
 BEST = {**EVERY, "metric_for_best_model": "right", "save_strategy": "steps", "save_steps": 2}
 VALUES: dict[str, list[dict[str, Any]]] = {
-    "per_device_train_batch_size": [{"per_device_train_batch_size": n} for n in (1, 3, 16)],
+    "per_device_train_batch_size": [{"per_device_train_batch_size": n} for n in (2, 3, 16)],
     "num_train_epochs": [{"num_train_epochs": n} for n in (1, 1.5, 3)],
     "max_steps": [{"max_steps": n} for n in (1, 4, 7)],
     "learning_rate": [{"learning_rate": 0.1}],

@@ -1,31 +1,42 @@
 """Random training scripts: a pipe computes what torch does, to the end or up to an error of autopart.
 
 A script is drawn from a seed, so that a failure can be repeated and a long run resumed anywhere: `pytest -m slow
-tests/e2e/test_random_scripts.py -k "1200-"`.
+tests/e2e/test_random_scripts.py -k "1200-"`. Some seeds draw runs over a dataset that are killed and go on, and some
+runs of a Trainer that are resumed.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
 import pytest
-from support.jobs.random_scripts import Outcome, Piped, drawn, played, smaller
+from support.jobs.random_scripts import Drawn, Outcome, drawn, drawn_any, played, played_any, smaller
+from support.jobs.script_players import Piped
 from support.workers import Workers
 
 CHUNK, SCRIPTS = 25, 2000
 UNSTABLE = 2
 """Most scripts of a chunk whose training amplifies rounding so much that torch differs from itself."""
-ALONE, PAIRED = range(4), range(2000, 2002)
+ALONE, PAIRED = (*range(5), 14), (2001, 2004)
 
 
-def check(seeds: range, pair: Workers | None, events: int = 12) -> list[Outcome]:
+def outcomes_of(what: Drawn, pair: Workers | None) -> list[Outcome]:
+    """Return the outcomes on all ranks."""
+    with TemporaryDirectory() as folder:
+        return [played_any(what, Path(folder))] if pair is None else pair.run(played_any, what, Path(folder))
+
+
+def check(seeds: range | tuple[int, ...], pair: Workers | None, events: int = 12) -> list[Outcome]:
     """Run scripts in this process or on two ranks. Fails with the smallest script that still differs."""
     outcomes = []
     for seed in seeds:
-        script = drawn(seed, events)
-        found = [played(script)] if pair is None else pair.run(played, script)
+        what = drawn_any(seed, events, alone=pair is None)
+        found = outcomes_of(what, pair)
         wrong = [outcome.text for outcome in found if outcome.kind == "wrong"]
         if wrong and pair is None:
-            script = smaller(script, lambda other: played(other).kind == "wrong")
-        assert not wrong, f"script {seed}: {wrong[0]}\n{script}"
+            what = smaller(what, lambda other: outcomes_of(other, None)[0].kind == "wrong")
+        assert not wrong, f"script {seed}: {wrong[0]}\n{what}"
         outcomes.append(found[0])
     return outcomes
 
@@ -40,10 +51,10 @@ def test_scripts_on_two_ranks_match_torch_or_are_refused(pair: Workers) -> None:
     assert sum(outcome.calls for outcome in outcomes) > 3
 
 
-def test_small_errors_of_a_loss_are_found_in_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_errors_of_a_loss_are_found_in_scripts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     step = Piped.step
     monkeypatch.setattr(Piped, "step", lambda self: step(self) * (1 + 1e-8))
-    found = [played(drawn(seed)) for seed in ALONE]
+    found = [played(drawn(seed), tmp_path / str(seed)) for seed in range(4)]
     assert all("loss  is" in outcome.text for outcome in found if outcome.kind == "wrong")
     assert any(outcome.kind == "wrong" for outcome in found)
 

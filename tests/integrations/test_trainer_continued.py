@@ -7,32 +7,19 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
 
 from support.jobs import trainer_jobs
-from support.trainer_runs import Piped, Watched, differs, left, made
+from support.trainer_runs import Piped, Watched, differs, interrupted, left, made, resumable
 from support.workers import Workers
-from transformers import TrainerCallback
 
 from autopart.ir.errors import UsageError
 
 SHARED = ("optimizer", "moments")
 """What each of two ranks has a part of."""
-
-
-class Stop(TrainerCallback):
-    """Ends a run after some steps, without a word, as a kill does."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        if state.global_step == self.step:
-            raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize(
@@ -64,40 +51,10 @@ def test_a_second_train_with_another_plan_is_refused(tmp_path):
     trainer.train(resume_from_checkpoint=True)
 
 
-def interrupted(kind: Any, folder: Path, args: dict[str, Any], at: int) -> Any:
-    """Return the trainer of a run that was ended after step `at`, and resumed from its last checkpoint."""
-    with pytest.raises(KeyboardInterrupt):
-        made(kind, folder, args, rows=11, callbacks=[Stop(at)]).train()
-    trainer = made(kind, folder, args, rows=11)
-    trainer.train(resume_from_checkpoint=True)
-    return trainer
-
-
-def drawn(draw: random.Random) -> dict[str, Any]:
-    """Return arguments of a run of several epochs with a checkpoint every few steps."""
-    how = {
-        "num_train_epochs": draw.choice([2, 3, 2.5]),
-        "gradient_accumulation_steps": draw.choice([1, 1, 2]),
-        "save_strategy": "steps",
-        "save_steps": draw.choice([1, 2, 3]),
-        "ignore_data_skip": draw.random() < 0.2,
-        "train_sampling_strategy": draw.choice(["random", "random", "sequential", "group_by_length"]),
-        "dataloader_drop_last": draw.random() < 0.3,
-        "per_device_train_batch_size": draw.choice([2, 3, 4]),
-        "data_seed": draw.choice([None, 3]),
-        "lr_scheduler_type": draw.choice(["linear", "cosine", "constant_with_warmup"]),
-    }
-    if draw.random() < 0.2:
-        how |= {"dataloader_num_workers": 1, "dataloader_prefetch_factor": draw.choice([1, 3])}
-    if draw.random() < 0.3:
-        how["max_steps"] = 5
-    return how
-
-
 def check(tmp_path: Path, seed: int) -> None:
     """Compare a run that was ended and resumed with a plain one that was, and with one that was not."""
     draw = random.Random(seed)
-    args = drawn(draw)
+    args = resumable(draw)
     whole = made(Watched, tmp_path / "whole", args, rows=11)
     whole.train()
     steps = whole.state.global_step

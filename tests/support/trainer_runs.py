@@ -6,6 +6,7 @@ import copy
 import random
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +197,48 @@ def differs(found: Any, expected: Any, place: str = "", near: float = 1e-5) -> l
             else [f"{place}: {found} for {expected}"]
         )
     return [] if found == expected else [f"{place}: {found!r} for {expected!r}"]
+
+
+class Stop(TrainerCallback):
+    """Ends a run after some steps, without a word, as a kill does."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+def interrupted(kind: Any, folder: Path, args: Mapping[str, Any], at: int) -> Any:
+    """Return the trainer of a run that was ended after step `at`, and resumed from its last checkpoint, if any."""
+    with suppress(KeyboardInterrupt):
+        made(kind, folder, args, rows=11, callbacks=[Stop(at)]).train()
+        raise AssertionError(f"the run did not come to step {at}")
+    trainer = made(kind, folder, args, rows=11)
+    trainer.train(resume_from_checkpoint=any(folder.glob("checkpoint-*")))
+    return trainer
+
+
+def resumable(draw: random.Random) -> dict[str, Any]:
+    """Return arguments of a run of several epochs with a checkpoint every few steps."""
+    how = {
+        "num_train_epochs": draw.choice([2, 3, 2.5]),
+        "gradient_accumulation_steps": draw.choice([1, 1, 2]),
+        "save_strategy": "steps",
+        "save_steps": draw.choice([1, 2, 3]),
+        "ignore_data_skip": draw.random() < 0.2,
+        "train_sampling_strategy": draw.choice(["random", "random", "sequential", "group_by_length"]),
+        "dataloader_drop_last": draw.random() < 0.3,
+        "per_device_train_batch_size": draw.choice([2, 3, 4]),
+        "data_seed": draw.choice([None, 3]),
+        "lr_scheduler_type": draw.choice(["linear", "cosine", "constant_with_warmup"]),
+    }
+    if draw.random() < 0.2:
+        how |= {"dataloader_num_workers": 1, "dataloader_prefetch_factor": draw.choice([1, 3])}
+    if draw.random() < 0.3:
+        how["max_steps"] = 5
+    return how
 
 
 def both(folder: Path, args: Mapping[str, Any] | None = None, kinds: Any = (Watched, Piped), **more: Any) -> list[Any]:

@@ -1,8 +1,5 @@
 """Random training scripts, which run in plain torch and in a pipe and are compared and reduced.
 
-The torch side runs whole batches. For a model whose rows are coupled through buffers or batch statistics it runs the
-same micro-batches in order.
-
 Some random trainings amplify rounding: a loss that diverges, or a gradient that is zero but for rounding and that Adam
 scales up. Torch itself computes other values there after a change of the last bit of a weight. So torch also runs with
 such weights, and a pipe that differs must stay within SPREADS times the differences of torch from itself.
@@ -10,47 +7,32 @@ such weights, and a pipe that differs must stay within SPREADS times the differe
 
 from __future__ import annotations
 
-import copy
-import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from random import Random
 from typing import Any
 
+import pytest
 import torch
+from torch.utils import _pytree as pytree
 
 import autopart
-from autopart.capture.batch.batch import split_rows
-from support.jobs.script_events import Event, change, draw, words
-from support.jobs.step_jobs import cluster
+from autopart.session.replanning import replan as replanning
+from support.jobs.random_runs import Run, Unbroken, drawn_run, lived
+from support.jobs.random_trainers import TrainerRun, difference, drawn_trainer
+from support.jobs.script_events import CALLS, SETTINGS, Event, change, draw, words
+from support.jobs.script_players import OPTIMIZERS, Piped, Plain, Script, Seen
 from support.models import script_models as models
-from support.models.script_models import COUPLED, PARTS, Scripted, batch, shares
-from support.oracles.one_process import counters_of
+from support.models.script_models import COUPLED, PARTS, Scripted
 
 TOLERANCE = 1e-9
 NUDGES, SPREADS = 3, 10.0
-Seen = tuple[int, str, Any]
-"""An observed value: event number, name, value."""
-CALLS = ("step", "accumulate", "eval_loss", "predict", "gradients", "state", "clip", "sync")
-
-
-@dataclass(frozen=True)
-class Script:
-    """A model, its compile options and the events of a training script. first: the batch it is compiled with."""
-
-    parts: tuple[str, ...]
-    kind: str
-    loss: str
-    micros: int
-    optimizer: str
-    first: Event
-    events: tuple[Event, ...]
-
-    @property
-    def coupled(self) -> bool:
-        """Whether the torch side must run micro-batches too."""
-        return any(part in COUPLED for part in self.parts)
+RUNS, TRAINERS = (4, 7), 9
+"""The last digits of seeds of runs that are killed, and of runs of a Trainer."""
+Drawn = Script | Run | TrainerRun
 
 
 @dataclass(frozen=True)
@@ -66,8 +48,8 @@ class Outcome:
     calls: int
 
 
-def drawn(seed: int, events: int = 12) -> Script:
-    """Return the random script of a seed."""
+def drawn(seed: int, events: int = 12, *, alone: bool = True) -> Script:
+    """Return the random script of a seed. alone: for one rank, where asynchronous training is plain training."""
     random = Random(seed)
     parts = tuple(random.choice(PARTS) for _ in range(random.randint(1, 3)))
     kind = random.choice(["rows", "tokens"])
@@ -78,189 +60,56 @@ def drawn(seed: int, events: int = 12) -> Script:
         if {"norm alone", "counting"} & {*parts} and random.random() < 0.8
         else random.choice([1, 2, 2] if coupled else [1, 2, 3])
     )
-    optimizer = random.choice(["sgd", "momentum", "adam"])
-    script = Script(parts, kind, loss, micros, optimizer, ("batch", 8, 4, 0, {}), ())
+    frozen = random.choice([0, 0, 1, len(parts)])
+    script = Script(
+        parts, kind, loss, micros, random.choice([*OPTIMIZERS]), ("batch", 8, 4, 0, {}), (), frozen,
+        random.random() < 0.5, frozen > 0 and random.random() < 0.6,
+    )  # fmt: skip
+    script = replace(script, streamed=alone and not script.kept and random.random() < 0.2)
     model = Scripted(parts, kind, loss)
     chosen: list[Event] = []
     try:
         for _ in range(events):
             chosen.append(draw(random, model))
-            if chosen[-1][0] not in CALLS and chosen[-1][0] not in ("batch", "lr"):
+            if chosen[-1][0] not in (*CALLS, *SETTINGS):
                 change(model, chosen[-1])
     finally:
         models.reset()
     return replace(script, events=(*chosen, ("step", True), ("gradients",)))
 
 
-class Player:
-    """Runs the events of a script and records observed values as (event number, name, value)."""
-
-    model: Scripted
-    optimizer: torch.optim.Optimizer
-
-    def __init__(self, script: Script) -> None:
-        self.script = script
-        self.seen: list[Seen] = []
-        self.batch = batch(script.kind, *script.first[1:4], **script.first[4])
-
-    def optimize(self, parameters: Any) -> None:
-        make: dict[str, Callable[..., torch.optim.Optimizer]] = {
-            "sgd": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.01),
-            "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-            "adam": lambda p: torch.optim.Adam(p, lr=0.01),
-        }
-        self.optimizer = make[self.script.optimizer](parameters)
-
-    def play(self, place: int, event: Event) -> None:
-        """Run one event. Raises what torch or autopart raises."""
-        name = event[0]
-        if name == "batch":
-            self.batch = batch(self.script.kind, *event[1:4], **event[4])
-        elif name == "lr":
-            self.optimizer.param_groups[0]["lr"] = event[1]
-        elif name not in CALLS:
-            change(self.model, event)
-        elif name in ("step", "accumulate"):
-            self.optimizer.zero_grad(set_to_none=event[-1] is not False)
-            for _ in range(2 if name == "accumulate" else 1):
-                self.seen.append((place, "loss", self.step()))
-            self.optimizer.step()
-        else:
-            self.seen.append((place, name, getattr(self, name)(*event[1:])))
-
-    def step(self) -> Any:
-        raise NotImplementedError
-
-
-class Plain(Player):
-    """Runs a script in plain torch."""
-
-    def __init__(self, script: Script, nudge: int = 0) -> None:
-        """nudge: seed of changes to the last bit of the weights; 0: no changes."""
-        super().__init__(script)
-        self.model = Scripted(script.parts, script.kind, script.loss)
-        if nudge:
-            nudged(self.model, nudge)
-        self.optimize(self.model.parameters())
-        self.planned = max(split_rows(len(self.batch["x"]), script.micros))
-
-    def pieces(self) -> list[dict[str, Any]]:
-        rows = len(self.batch["x"])
-        if not self.script.coupled:
-            return [self.batch]
-        micros = self.script.micros if rows >= self.script.micros else -(-rows // self.planned)
-        ends = [0, *itertools.accumulate(split_rows(rows, micros))]
-        return [
-            {n: t[a:b] if n in ("x", "y") else t for n, t in self.batch.items()} for a, b in itertools.pairwise(ends)
-        ]
-
-    def step(self) -> Any:
-        pieces, total, again = self.pieces(), 0.0, counters_of(self.model)
-        for piece, share in zip(pieces, shares(self.model, pieces), strict=True):
-            again()
-            loss = self.model(**piece)["loss"] * (share if len(pieces) > 1 else 1.0)
-            if share == 0.0:  # no target counts: its mean would be NaN, and the batch's loss leaves it out
-                continue
-            loss.backward()
-            total += loss.item()
-        return total
-
-    def _evaluated(self) -> dict[str, torch.Tensor]:
-        flags = [(module, module.training) for module in self.model.modules()]
-        self.model.eval()
-        with torch.no_grad():
-            found: dict[str, torch.Tensor] = self.model(**self.batch)
-        for module, flag in flags:
-            module.training = flag
-        return found
-
-    def eval_loss(self) -> Any:
-        return self._evaluated()["loss"]
-
-    def predict(self) -> Any:
-        return self._evaluated()
-
-    def gradients(self) -> Any:
-        return {
-            n: p.grad if p.grad is None else p.grad.clone() for n, p in self.model.named_parameters() if p.requires_grad
-        }
-
-    def state(self, factor: float) -> Any:
-        state = {n: t.clone() for n, t in self.model.state_dict().items()}
-        self.model.load_state_dict({n: t * factor if t.is_floating_point() else t for n, t in state.items()})
-        return state
-
-    def clip(self, norm: float) -> Any:
-        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), norm)
-
-    def sync(self) -> Any:
-        return {n: t.clone() for n, t in self.model.state_dict().items()}
-
-
-class Piped(Player):
-    """Runs a script in a pipe with one stage per rank."""
-
-    def __init__(self, script: Script) -> None:
-        super().__init__(script)
-        self.model = Scripted(script.parts, script.kind, script.loss)
-        self.pipe = autopart.compile(
-            self.model, cluster(), sample=self.batch, micro_batches=script.micros, costs="analytic", cache=False,
-            stages=int(cluster().removeprefix("cpu:")),
-        )  # fmt: skip
-        self.optimize(self.pipe.parameters())
-
-    def step(self) -> Any:
-        return self.pipe.step(self.batch).item()
-
-    def eval_loss(self) -> Any:
-        return self.pipe.eval_loss(self.batch)
-
-    def predict(self) -> Any:
-        return self.pipe.predict(self.batch)
-
-    def gradients(self) -> Any:
-        return self.pipe.gradients()
-
-    def state(self, factor: float) -> Any:
-        state = self.pipe.state_dict()
-        self.pipe.load_state_dict({n: t * factor if t.is_floating_point() else t for n, t in state.items()})
-        return state
-
-    def clip(self, norm: float) -> Any:
-        return self.pipe.clip_grad_norm_(norm)
-
-    def sync(self) -> Any:
-        self.pipe.sync_model()
-        return {n: t.clone() for n, t in self.model.state_dict().items()}
-
-
 # -- comparing -------------------------------------------------------------------------------------------------------
 
 
-def played(script: Script) -> Outcome:
-    """Return the outcome of a script on this rank. Collective."""
+def played(script: Script, folder: Path) -> Outcome:
+    """Return the outcome of a script on this rank. Collective. folder: an empty one for checkpoints."""
     models.reset()
     try:
         plain, ended = _plain(script)
         short = replace(script, events=script.events[:ended])
         wanted = _wanted(plain.seen, [_plain(short, nudge)[0].seen for nudge in range(1, NUDGES + 1)])
         models.reset()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return _piped(short, wanted)
+        with quiet(), planned_anew():
+            return _piped(short, wanted, folder)
     finally:
         models.reset()
 
 
-def nudged(model: torch.nn.Module, seed: int) -> None:
-    """Change the last bit of about half of the weights of a model."""
-    random = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            up = torch.rand(parameter.shape, generator=random) < 0.5
-            parameter.copy_(
-                torch.where(up, torch.nextafter(parameter, torch.full_like(parameter, torch.inf)), parameter)
-            )
+@contextmanager
+def planned_anew() -> Iterator[None]:
+    """Adopt every new plan, and keep activations wherever that is possible."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replanning, "_pays", lambda *_: True)
+        patch.setattr(replanning, "WORTH", -1e9)
+        yield
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Hide warnings."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _plain(script: Script, nudge: int = 0) -> tuple[Plain, int]:
@@ -300,8 +149,13 @@ def _wanted(seen: Sequence[Seen], others: Sequence[Sequence[Seen]]) -> list[Want
 
 def _values(value: Any) -> dict[str, torch.Tensor]:
     """Return an observed value as tensors in double precision by name, without missing ones."""
-    values = value if isinstance(value, dict) else {"": value}
-    return {name: torch.as_tensor(t).detach().double().clone() for name, t in values.items() if t is not None}
+    leaves = pytree.tree_flatten_with_path(value if isinstance(value, dict) else {"": value})[0]
+    named = {"/".join(str(getattr(key, "key", key)) for key in path): leaf for path, leaf in leaves}
+    return {
+        name: torch.as_tensor([*leaf.encode()] if isinstance(leaf, str) else leaf).detach().double().clone()
+        for name, leaf in named.items()
+        if leaf is not None
+    }
 
 
 def _spread(tensor: torch.Tensor, others: Sequence[torch.Tensor | None]) -> torch.Tensor:
@@ -310,13 +164,13 @@ def _spread(tensor: torch.Tensor, others: Sequence[torch.Tensor | None]) -> torc
     return torch.stack(found).amax() if found else torch.zeros((), dtype=torch.float64)
 
 
-def _piped(script: Script, expected: Sequence[Wanted]) -> Outcome:
+def _piped(script: Script, expected: Sequence[Wanted], folder: Path) -> Outcome:
     player: Piped | None = None
     place, calls = -1, 0
     unstable = ""
     recent: list[Event] = [script.first]
     try:
-        player = Piped(script)
+        player = Piped(script, folder)
         for place, event in enumerate(script.events):
             recent.append(event)
             before = len(player.seen)
@@ -359,19 +213,61 @@ def _different(found: Seen, wanted: Wanted, spreads: float) -> str:
     return ""
 
 
-def smaller(script: Script, fails: Callable[[Script], bool]) -> Script:
-    """Return a failing script from which no event and no part can be removed."""
-    found = True
-    while found:
-        found = False
-        tries = [replace(script, events=_without(script.events, i)) for i in range(len(script.events))]
-        tries += [replace(script, parts=_without(script.parts, i)) for i in range(len(script.parts))]
-        for other in reversed(tries):
-            if fails(other):
-                script, found = other, True
-                break
-    return script
+def played_run(run: Run, folder: Path) -> Outcome:
+    """Return the outcome of a run on this rank. Collective. folder: an empty one for checkpoints."""
+    try:
+        with quiet(), planned_anew():
+            found, counts = lived(run, folder)
+            expected = Unbroken(run).play(counts)
+            others = [Unbroken(run, nudge).play(counts) for nudge in range(1, NUDGES + 1)]
+    except autopart.AutopartError as error:
+        return Outcome("refused", f"{type(error).__name__}: {error}", 0)
+    except Exception as error:
+        return Outcome("wrong", f"raw {type(error).__name__}: {error}", 0)
+    finally:
+        models.reset()
+    unstable = ""
+    for (life, step, name), value in found.items():
+        at = life * 1000 + step
+        seen = [[(at, name, each[life, step, name])] for each in (expected, *others)]
+        wanted = _wanted(seen[0], seen[1:])[0]
+        if difference := _different((at, name, value), wanted, SPREADS):
+            return Outcome("wrong", f"life {life}, step {step}: {difference}", len(found))
+        unstable = unstable or _different((at, name, value), wanted, 0.0)
+    return Outcome("unstable" if unstable else "equal", unstable, len(found))
 
 
-def _without(things: tuple[Any, ...], place: int) -> tuple[Any, ...]:
-    return (*copy.copy(things[:place]), *things[place + 1 :])
+def played_trainer(run: TrainerRun, folder: Path) -> Outcome:
+    """Return the outcome of a run of a Trainer. folder: an empty one."""
+    try:
+        with quiet():
+            found = difference(run, folder)
+    except autopart.AutopartError as error:
+        return Outcome("refused", f"{type(error).__name__}: {error}", 0)
+    except Exception as error:
+        return Outcome("wrong", f"raw {type(error).__name__}: {error}", 0)
+    return Outcome("wrong" if found else "equal", found, 1)
+
+
+# -- any of them -----------------------------------------------------------------------------------------------------
+
+
+def drawn_any(seed: int, events: int = 12, *, alone: bool = True) -> Drawn:
+    """Return what is drawn from a seed: some are runs that are killed, and on one rank some runs of a Trainer."""
+    if seed % 10 == TRAINERS and alone:
+        return drawn_trainer(seed)
+    return drawn_run(seed, alone=alone) if seed % 10 in RUNS else drawn(seed, events, alone=alone)
+
+
+def played_any(what: Drawn, folder: Path) -> Outcome:
+    """Return the outcome of what was drawn on this rank. Collective. folder: an empty one."""
+    if isinstance(what, TrainerRun):
+        return played_trainer(what, folder)
+    return played(what, folder) if isinstance(what, Script) else played_run(what, folder)
+
+
+def smaller(what: Drawn, fails: Callable[[Drawn], bool]) -> Drawn:
+    """Return something that fails and of which nothing can be removed."""
+    while other := next((each for each in what.smaller() if fails(each)), None):
+        what = other
+    return what

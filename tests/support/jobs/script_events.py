@@ -7,7 +7,7 @@ An event is data: a name and its arguments. `_DRAWS` draws events and `_DO` appl
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from random import Random
 from typing import Any
 
@@ -18,6 +18,11 @@ from support.models import script_models as models
 from support.models.script_models import WIDTH, Scripted
 
 Event = tuple[Any, ...]
+STORED = ("save", "load back", "into")
+CALLS = ("step", "accumulate", "eval_loss", "predict", "gradients", "state", "clip", "sync", "schedule", *STORED)
+"""Events that are calls of a pipe, or of an optimizer, and not changes of a model."""
+SETTINGS = ("batch", "vary", "lr")
+"""Events that change what is trained with."""
 
 
 def change(model: Scripted, event: Event) -> None:
@@ -30,6 +35,12 @@ def words(event: Event) -> tuple[str, ...]:
     name = event[0]
     if name == "batch":
         return ("rows", "batch", "input", "kind", "shape", "operations", "along", "ignore", "micro")
+    if name == "vary":
+        return (*words(("batch",)), *event[1])
+    if name in STORED:
+        return ("checkpoint", "save", "load", "state", "optimizer")
+    if name == "freeze":
+        return ("requires_grad", "frozen", "optimizer", "parts")
     if name == "hook":
         return ("hook",)
     if name in ("load", "double", "float"):
@@ -116,6 +127,38 @@ def _tensor(random: Random, model: Scripted) -> Event:
     return ("edit", name, random.choice([0.5, 0.9, 1.1]))
 
 
+def _plain(random: Random, model: Scripted) -> Event | None:
+    found = _some(random, model, models.Plainly)
+    if found is None:
+        return None
+    return ("plain", f"{found[0]}.plain", random.choice(["write", "new", "data", "elsewhere", "mask", "new mask"]))
+
+
+def _kept(random: Random, model: Scripted) -> Event | None:
+    found = _some(random, model, models.Extra)
+    return ("kept", found[0], random.choice(["gain", "amax", "new"]), _number(random)) if found else None
+
+
+def _freeze(random: Random, model: Scripted) -> Event:
+    return ("freeze", random.choice([0, 1, len(model.parts)]))
+
+
+def _data(random: Random, model: Scripted) -> Event:
+    """Return an event that points a parameter or a buffer to other memory, or writes to it, by `.data`."""
+    name = random.choice([n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_floating_point()])
+    return ("elsewhere", name, random.choice([0.5, 0.9, 1.1]))
+
+
+def _vary(random: Random, model: Scripted) -> Event:
+    return ("vary", tuple(random.sample(["note", "scale", "tag"], random.randint(0, 2))), random.choice(["", "a"]))
+
+
+def _store(random: Random, model: Scripted) -> Event:
+    return random.choice(
+        [("save", True), ("save", False), ("load back", False), ("load back", True), ("into",), ("schedule",)]
+    )
+
+
 def _module(random: Random, model: Scripted) -> Event | None:
     what = random.choice(
         ["activation", "linear", "patch", "hook", "unhook", "shift", "swap", "method", "cell", "global"]
@@ -139,7 +182,7 @@ def _batch(random: Random, model: Scripted) -> Event:
     more: dict[str, Any] = {}
     for name, values in (
         ("red", ["mean", "sum"]), ("ignore", [-100, 0, 1]), ("scale", [0.5, 2, 2.0]), ("mask", [True]),
-        ("narrow", [True]), ("turned", [True]),
+        ("narrow", [True]), ("turned", [True]), ("note", [1, "a"]), ("tag", [3, "a3", 0.5]),
     ):  # fmt: skip
         if random.random() < 0.25:
             more[name] = random.choice(values)
@@ -157,9 +200,16 @@ def _step(random: Random, model: Scripted) -> Event:
     return ("step", random.choice([True, True, False]))
 
 
+def of_python(random: Random, model: Scripted) -> Event:
+    """Return an event that changes Python values of a model alone."""
+    while True:
+        if event := random.choice((_attribute, _container, _kept))(random, model):
+            return event
+
+
 _DRAWS: tuple[Callable[[Random, Scripted], Event | None], ...] = (
     _step, _step, _step, _step, _step, _attribute, _attribute, _container, _tensor, _module, _mode, _batch, _batch,
-    _call, _call,
+    _call, _call, _plain, _kept, _freeze, _data, _vary, _store, _store,
 )  # fmt: skip
 
 
@@ -210,6 +260,37 @@ def _edit(model: nn.Module, name: str, factor: float) -> None:
 
 def _fill(model: nn.Module, name: str, value: float) -> None:
     _get(model, name).fill_(value)
+
+
+def _plain_tensor(model: nn.Module, name: str, what: str) -> None:
+    part: Any = model.get_submodule(name.rpartition(".")[0])
+    if what == "write":
+        part.plain.mul_(1.25)
+    elif what == "new":
+        part.plain = part.plain * 1.5
+    elif what == "data":
+        part.plain.data.mul_(1.25)
+    elif what == "elsewhere":
+        part.plain.data = part.plain.data * 1.25
+    elif what == "mask":
+        part.seen[0] = ~part.seen[0]
+    else:
+        part.seen = torch.ones_like(part.seen)
+
+
+def _extra(model: nn.Module, path: str, what: str, value: Any) -> None:
+    part: Any = model.get_submodule(path)
+    if what == "gain":
+        part.kept["gain"] = value
+    elif what == "amax":
+        part.kept["amax"].mul_(1.5)
+    else:
+        part.kept = {"gain": value, "amax": torch.arange(3.0), "more": [None, {"text": "t"}]}
+
+
+def _elsewhere(model: nn.Module, name: str, factor: float) -> None:
+    tensor = _get(model, name)
+    tensor.data = tensor.data * factor
 
 
 def _grad(model: nn.Module, name: str, value: bool) -> None:
@@ -285,15 +366,19 @@ def _global(model: nn.Module, name: str, value: float) -> None:
 
 
 def _load(model: nn.Module, assign: bool) -> None:
-    model.load_state_dict(
-        {n: t * 0.9 if t.is_floating_point() else t for n, t in model.state_dict().items()}, assign=assign
-    )
+    model.load_state_dict(scaled(model.state_dict(), 0.9), assign=assign)
+
+
+def scaled(state: Mapping[str, Any], factor: float) -> dict[str, Any]:
+    """Return a state with other numbers in its tensors, apart from extra state."""
+    return {n: t * factor if isinstance(t, torch.Tensor) and t.is_floating_point() else t for n, t in state.items()}
 
 
 _DO: dict[str, Callable[..., Any]] = {
     "set": _set, "config": _config, "weights": _weights, "edit": _edit, "fill": _fill, "grad": _grad,
     "replace": _replace, "retie": _retie, "activation": _activation, "linear": _linear, "swap": _swap, "patch": _patch,
     "method": _method, "cell": _cell, "hook": _hook, "unhook": _unhook, "shift": _shift, "global": _global,
+    "plain": _plain_tensor, "kept": _extra, "elsewhere": _elsewhere, "freeze": lambda model, count: model.freeze(count),
     "load": _load, "mode": lambda model, path, flag: model.get_submodule(path).train(flag),
     "double": lambda model: model.double(), "float": lambda model: model.float(),
 }  # fmt: skip

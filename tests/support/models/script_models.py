@@ -176,9 +176,66 @@ class Several(nn.Module):
         return sum(torch.tanh(part(h)) * weight for part, weight in zip(self.parts, self.weights, strict=False)) + h
 
 
+class Plainly(nn.Module):
+    """Reads tensors that are neither parameters nor buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain = torch.linspace(0.5, 1.0, WIDTH, dtype=torch.double)
+        self.seen = torch.tensor([True, True, False, True])
+
+    def forward(self, h: torch.Tensor, mask: Any) -> torch.Tensor:
+        return torch.tanh(h * self.plain).masked_fill(~self.seen, 0.25)
+
+
+class Extra(Dense):
+    """Has extra state of several kinds, which it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: Any = {"gain": 0.5, "amax": torch.ones(2, dtype=torch.double), "names": ["a", "b"]}
+
+    def forward(self, h: torch.Tensor, mask: Any) -> torch.Tensor:
+        return super().forward(h, mask) * self.kept["gain"]
+
+    def get_extra_state(self) -> Any:
+        return self.kept
+
+    def set_extra_state(self, state: Any) -> None:
+        self.kept = state
+
+
+def _halved(module: Any, state: Any, prefix: str, *_: Any) -> None:
+    weight = state.pop(f"{prefix}weight").clone()
+    state.update(zip([f"{prefix}query", f"{prefix}key"], weight.chunk(2), strict=True))
+
+
+def _whole(module: Any, state: Any, prefix: str, *_: Any) -> None:
+    if f"{prefix}query" in state:
+        state[f"{prefix}weight"] = torch.cat([state.pop(f"{prefix}{part}") for part in ("query", "key")])
+
+
+def _renamed(module: Any, state: Any, prefix: str, *_: Any) -> None:
+    state[f"{prefix}kernel"] = state.pop(f"{prefix}weight")
+
+
+def _named(module: Any, state: Any, prefix: str, *_: Any) -> None:
+    if f"{prefix}kernel" in state:
+        state[f"{prefix}weight"] = state.pop(f"{prefix}kernel")
+
+
+class Hooked(Dense):
+    """Saves its weight as two tensors, or under another name."""
+
+    def __init__(self, halves: bool) -> None:
+        super().__init__()
+        self.linear._register_state_dict_hook(_halved if halves else _renamed)
+        self.linear.register_load_state_dict_pre_hook(_whole if halves else _named)
+
+
 PARTS = (
     "dense", "dense", "twice", "tied", "norm", "norm alone", "layered", "scaled", "configured", "surrounded",
-    "counting", "optional", "attention", "several",
+    "counting", "optional", "attention", "several", "plainly", "extra", "halves", "renamed",
 )  # fmt: skip
 COUPLED = ("norm", "norm alone", "counting")
 """Parts that couple the rows of a batch: the reference must run the same micro-batches."""
@@ -205,12 +262,21 @@ class Scripted(nn.Module):
                 part.linear.weight = self.head.weight
         self.double()
 
+    def freeze(self, count: int) -> None:
+        """Freeze what comes before part `count`, and train everything else."""
+        self.requires_grad_(True)
+        for part in self.parts[:count]:
+            part.requires_grad_(False)
+        if count and self.kind == "tokens":
+            self.embedding.requires_grad_(False)
+
     def _part(self, name: str) -> nn.Module:
         makers: dict[str, Callable[[], nn.Module]] = {
             "dense": Dense, "twice": Twice, "tied": Tied, "norm": lambda: Norm(True), "norm alone": lambda: Norm(False),
             "layered": Layered, "scaled": Scaled, "configured": lambda: Configured(self.shared),
             "surrounded": Surrounded, "counting": Counting, "optional": Optional, "attention": Attention,
-            "several": Several,
+            "several": Several, "plainly": Plainly, "extra": Extra, "halves": lambda: Hooked(True),
+            "renamed": lambda: Hooked(False),
         }  # fmt: skip
         return makers[name]()
 
@@ -222,13 +288,18 @@ class Scripted(nn.Module):
         red: str = "mean",
         ignore: int = -100,
         scale: Any = None,
+        note: Any = None,
+        tag: Any = None,
     ) -> dict[str, torch.Tensor]:
+        """note: is not read. tag: a text or a number that is."""
         h = self.embedding(x) if self.kind == "tokens" else x.double()
         for part in self.parts:
             h = part(h, mask)
         h = self.head(h) / self.temperature
         if scale is not None:
             h = h * scale
+        if tag is not None:
+            h = h * (1.0 if tag in (3, "a3") else 0.5)
         return {"loss": self.loss_of(h, y, red, ignore), "out": h}
 
     def loss_of(self, h: torch.Tensor, y: torch.Tensor, red: str, ignore: int) -> torch.Tensor:
@@ -253,7 +324,7 @@ def batch(kind: str, rows: int, length: int, seed: int, **more: Any) -> dict[str
         x = torch.randn(rows, WIDTH, generator=generator, dtype=torch.double)
         x = x.float() if more.get("narrow") else x
     made: dict[str, Any] = {"x": x, "y": torch.randint(WIDTH, shape, generator=generator)}
-    made |= {name: more[name] for name in ("red", "ignore", "scale") if name in more}
+    made |= {name: more[name] for name in ("red", "ignore", "scale", "note", "tag") if name in more}
     if more.get("mask") and kind == "tokens":
         made["mask"] = torch.ones(length, length).tril().bool()
     return dict(reversed(made.items())) if more.get("turned") else made

@@ -145,7 +145,10 @@ def frozen_code(
     if not ends:
         return FrozenCode(captured, (), device)
     if not {*ends} <= graph.value_map().keys():
-        raise RefusedError(_WHAT, why="batches of this kind run another program than the one that was planned")
+        raise RefusedError(
+            _WHAT, why="batches of this kind run another program than the one that was planned",
+            fix="leave out samples= for them, or call pipe.replan(optimizer, cache=...) for the model as it is now",
+        )  # fmt: skip
     _refuse_impure(graph, ends)
     try:
         layouts = row_layouts(family, WHOLE, ends, ())

@@ -251,7 +251,7 @@ def check(seed: int, epochs: int = 5, **options: Any) -> None:
             trained(plain)
 
 
-@pytest.mark.parametrize("seed", [102, 205])
+@pytest.mark.parametrize("seed", [205])
 def test_each_step_is_that_of_plain_torch(seed: int) -> None:
     check(seed, epochs=3)
 
@@ -288,7 +288,7 @@ def test_a_write_in_the_middle_of_a_pass_that_cannot_be_seen_is_refused_before_t
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 60, 10))
 def test_each_of_many_steps_is_that_of_plain_torch(first: int) -> None:
-    for seed in range(first, first + 10):
+    for seed in (*range(first, first + 10), *((102,) if not first else ())):
         check(seed)
 
 

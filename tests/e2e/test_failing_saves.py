@@ -22,7 +22,7 @@ def test_a_full_disk_on_one_rank_is_raised_on_all_and_training_goes_on(
         assert newest.endswith("step-00000002")
         assert losses == expected
         assert loaded == 5
-        assert left == [".lock", "latest", "step-00000002", "step-00000005"]
+        assert left == [".lock", ".order", "latest", "step-00000002", "step-00000005"]
 
 
 @pytest.mark.parametrize("bad", [0, 1])

@@ -12,9 +12,7 @@ from support.jobs import idle_jobs as jobs
 pytestmark = pytest.mark.timeout(400)
 
 
-@pytest.mark.parametrize(
-    "seeds", [(8, 10, 11, 12, 13, 14), pytest.param(range(80), marks=pytest.mark.slow)], ids=["few", "many"]
-)
+@pytest.mark.parametrize("seeds", [(8, 11, 14), pytest.param(range(80), marks=pytest.mark.slow)], ids=["few", "many"])
 def test_an_optimizer_is_built_as_usual_where_a_rank_has_frozen_layers_alone(
     pair: Any, tmp_path: Any, seeds: Sequence[int]
 ) -> None:

@@ -105,7 +105,7 @@ def trained(changes: list[Callable[[Net, torch.Tensor], torch.Tensor]], micros: 
     return plan, [n for n, b in reference.named_buffers() if not torch.allclose(state[n], b, rtol=1e-9, atol=1e-9)]
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(5))
 def test_buffers_that_do_not_depend_on_the_batch_are_updated_once_a_step(seed: int) -> None:
     draw = random.Random(seed)
     _, differing = trained(draw.choices(ONCE, k=draw.randint(1, 4)), draw.choice((1, 2, 4)))

@@ -362,6 +362,8 @@ class Pipe(PipeMeasured):
         try:
             try:
                 self._saver.close(session, healthy=session.calls.healthy)
+            except UsageError:  # the ranks make different calls
+                raise
             except Exception as error:  # all ranks raise it, and their weights still come together
                 failed = error
             if self._superseded:

@@ -58,6 +58,11 @@ def test_a_change_after_a_plan_that_was_refused_is_the_same_change_on_all_ranks(
     assert [outcome.kind for outcome in outcomes_of(script, pair)] == ["equal"] * 2
 
 
+def test_extra_state_that_a_sync_brings_is_no_change_where_it_is_equal(pair: Workers) -> None:
+    script = Script(("extra",), "rows", "token", 2, "adam", ("batch", 8, 4, 0, {}), (("sync",), ("step", True)))
+    assert [outcome.kind for outcome in outcomes_of(script, pair)] == ["equal"] * 2
+
+
 def test_small_errors_of_a_loss_are_found_in_scripts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     step = Piped.step
     monkeypatch.setattr(Piped, "step", lambda self: step(self) * (1 + 1e-8))

@@ -76,8 +76,21 @@ def sync_extra_state(session: Session) -> None:
     modules, states = session.captures.trained.stateful(), gather_extra_state(session)
     if modules:
         with together(session.world, "giving modules their extra state"):
-            changed = {name: state for name, state in states.items() if pickle.dumps(state) != _sent(modules[name])}
+            changed = {name: new for name, new in states.items() if not _same(new, modules[name].get_extra_state())}
             give_extra_state(session.captures.trained, changed)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Return whether two states are equal; False where they cannot be compared.  (Pickled tensors never are.)"""
+    (own, spec), (others, other_spec) = pytree.tree_flatten(one), pytree.tree_flatten(other)
+    try:
+        return spec == other_spec and all(
+            type(a) is type(b)
+            and (a.dtype == b.dtype and torch.equal(a, b.detach().cpu()) if isinstance(a, torch.Tensor) else a == b)
+            for a, b in zip(own, others, strict=True)
+        )
+    except Exception:  # of the model's own classes too
+        return False
 
 
 def give_extra_state(trained: Trained, states: Mapping[str, Any]) -> None:

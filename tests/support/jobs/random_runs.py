@@ -18,9 +18,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import autopart
+from autopart.ir.errors import RefusedError
 from autopart.session.state.sampler import Order
 from support.jobs.script_events import Event, change, of_python
-from support.jobs.script_players import OPTIMIZERS, SAMPLES, nudged
+from support.jobs.script_players import OPTIMIZERS, SAMPLES, UNKEPT, nudged
 from support.jobs.step_jobs import cluster
 from support.models import script_models as models
 from support.models.script_models import PARTS, Scripted, batch
@@ -165,7 +166,12 @@ class Living:
             change(model, event)
         self.keeps = run.kept and not self.life.streamed
         if self.keeps:
-            self.pipe.replan(self.optimizers, cache=autopart.freeze.AutoCache(1 << 20, samples=SAMPLES))
+            try:
+                self.pipe.replan(self.optimizers, cache=autopart.freeze.AutoCache(1 << 20, samples=SAMPLES))
+            except RefusedError as error:
+                if UNKEPT not in str(error):
+                    raise
+                self.keeps = False
         self.rows = Rows(run, self.keeps)
         self.sampler = self.pipe.sampler(self.rows, rows=self.life.rows, seed=3, shuffle=run.shuffle)
         self.began = self.pipe.steps

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import autopart
 from autopart.capture import Captured, capture
 from autopart.capture.batch.batch import Batch, flatten
 from autopart.capture.derive.probe import prove_rows, run
@@ -161,3 +162,30 @@ def test_run_gives_the_values_asked_for() -> None:
     found = run(small, inputs, {"tanh", "input.arg0"})
     assert torch.equal(found["tanh"], (inputs[0] * small.tensors["w"]).tanh())
     assert torch.equal(found["input.arg0"], inputs[0])
+
+
+class Guarded(nn.Module):
+    """Looks targets up, of which a comparison leaves out -100, beside an op that no rule knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.word, self.head = nn.Embedding(7, 4), nn.Linear(4, 7)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        known = self.word(y.masked_fill(~(y != -100), 0)) + self.word(torch.where(y == -100, 1, y))
+        h = torch.as_strided(self.word(x) + known, (*x.shape, 4), (4 * x.shape[1], 4, 1))
+        return nn.functional.cross_entropy(self.head(h).flatten(0, 1), y.flatten(), reduction="sum")
+
+
+def test_a_comparison_that_keeps_an_index_in_its_range_is_not_turned_over() -> None:
+    torch.manual_seed(0)
+    model, reference = Guarded().double(), Guarded().double()
+    reference.load_state_dict(model.state_dict())
+    x, y = torch.randint(7, (8, 5)), torch.randint(7, (8, 5))
+    y[::3, 2:] = -100
+    with autopart.compile(model, "cpu:1", sample=(x, y), micro_batches=4, costs="analytic") as pipe:
+        loss, expected = pipe.step((x, y)), reference(x, y)
+        expected.backward()
+        assert abs(loss.item() - expected.item()) < 1e-5
+        for name, gradient in pipe.gradients().items():
+            torch.testing.assert_close(gradient, reference.get_parameter(name).grad)

@@ -293,6 +293,7 @@ def test_each_of_many_steps_is_that_of_plain_torch(first: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, while its compiler is imported
 @pytest.mark.parametrize("seed", [100, 101, 102])
 def test_each_compiled_step_is_that_of_plain_torch(seed: int) -> None:
     check(seed, backend="inductor")

@@ -28,9 +28,10 @@ def test_batches_of_any_task_train_on_one_rank(seed):
 
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=SLOW) for seed in range(12, 32))])
 def test_batches_of_any_task_train_on_two_ranks_or_are_refused_by_name(pair, seed):
-    """Only the head whose weight the first stage has alone is refused, with a sample that does not use it."""
+    """Refused are only batches for which the weight that a head shares with the embedding lies on another stage than
+    they need: the sample, or they, are of that head's task."""
     for wrong, refused in pair.run(kind_jobs.tasks, 2, seed, 6):
         assert wrong == []
         for text in refused:
-            assert "PlanError" in text and ") ('tied'" in text, text
+            assert "PlanError" in text and "('tied'" in text, text
             assert "compile with a batch of this kind as the sample" in text

@@ -91,7 +91,7 @@ class _Trial:
     def passing(self, names: list[str], *, gradients: bool) -> dict[str, bool | None]:
         """Return for each value whether it matches; None if this data does not tell (NaN, two equal rows).
 
-        Empty if the program fails on this data.
+        Empty if the program fails on this data, also where masks that choose among integers are not turned over.
         """
         try:
             found = self._matching(names)
@@ -102,7 +102,10 @@ class _Trial:
                 found |= dict.fromkeys(set(flowing) - set(self._adding_up(flowing)), False)
             return found
         except (RuntimeError, IndexError):
-            return {}
+            if self._turned is None or self._turned.guards:
+                return {}
+            self._turned.guards = True
+            return self.passing(names, gradients=gradients)
 
     def _matching(self, names: list[str]) -> dict[str, bool | None]:
         found: dict[str, bool | None] = {}
@@ -197,10 +200,11 @@ def _rows_axis(name: str, small: Captured, large: Captured) -> int | None:
 
 class _Turned:
     """Turns the results of comparisons over in three of ten places, alike in the whole batch and in its pieces, if they
-    have one axis of rows.  place: of the piece that runs."""
+    have one axis of rows.  place: of the piece that runs.  guards: whether a mask that chooses among integers is left
+    as it is, since it may keep an index in its range."""
 
     def __init__(self, small: Captured, large: Captured, turn: int) -> None:
-        self._both, self._turn, self.place = (small, large), turn, 0
+        self._both, self._turn, self.place, self.guards = (small, large), turn, 0, False
         self._drawn: Tensors = {}
 
     def __call__(self, captured: Captured, name: str, result: torch.Tensor) -> torch.Tensor:
@@ -252,21 +256,37 @@ class _WithoutRandomness(fx.Interpreter):
         self.kept: Tensors = {}
         self._names, self._keep = captured.names, keep
         self._unknown: set[fx.Node] = set()
+        self._real: dict[fx.Node, torch.Tensor] = {}  # what was turned over
+
+    def _real_args(self, n: fx.Node) -> Any:
+        return fx.node.map_arg((n.args, n.kwargs), lambda node: self._real.get(node, self.env[node]))
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op == "call_function":
-            result, told = _call(n.target, *self.fetch_args_kwargs_from_env(n))
+            result, told = _call(
+                n.target, *(self._real_args(n) if _is_of_integers(n) else self.fetch_args_kwargs_from_env(n))
+            )
         else:
             result, told = super().run_node(n), True
         name = self._names.value(n)
         compared = isinstance(result, torch.Tensor) and result.dtype == torch.bool and n.op == "call_function"
         if self._turned is not None and compared and row_of(str(n.target)).family == POINTWISE:
+            if self._turned.guards:
+                self._real[n] = _call(n.target, *self._real_args(n))[0]
             result = self._turned(self._captured, name, result)
         if not told or not self._unknown.isdisjoint(n.all_input_nodes):
             self._unknown.add(n)
         elif name in self._keep and isinstance(result, torch.Tensor):
             self.kept[name] = result
         return result
+
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def _is_of_integers(n: fx.Node) -> bool:
+    made = n.meta.get("val")
+    return isinstance(made, torch.Tensor) and made.dtype in _INTEGERS
 
 
 def _call(target: Any, args: Any, kwargs: Any) -> tuple[Any, bool]:

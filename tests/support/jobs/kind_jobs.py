@@ -44,7 +44,7 @@ def remainders(ranks: int, seed: int, names: tuple[str, ...], count: int) -> lis
         make, batch = ONE_ROW[name]
         torch.manual_seed(seed)
         model = make()
-        plain, options = copy.deepcopy(model), _options(draw, ranks, ["head", "body"])
+        plain, options = copy.deepcopy(model), _options(draw, ranks, ["head", "body"] if name == "masked" else ["head"])
         sample = batch(options["micro_batches"] * options.get("replicas", 1) * draw.choice((2, 3)))
         with autopart.compile(model, f"cpu:{ranks}", sample=sample, **options) as pipe:
             most = next(iter(sample.values())).shape[0] + 1

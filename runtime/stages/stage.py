@@ -116,7 +116,7 @@ class StageRunner:
         rest = results[len(code.outputs) :]
         if micro is not None:
             micro.keep(slot.slice, rest)
-        else:
+        elif code.updates:
             new = {name: t.detach() for name, t in zip(code.updates, rest, strict=True)}
             self._new_buffers.update(new)
             self._seen_buffers.update((name, t) for name, t in new.items() if name not in self._steady)

@@ -104,11 +104,13 @@ def loss_shares(
     nothing = (0.0,) * len(weights)
 
     def share_of(inside: Sequence[int]) -> Share:
-        found = (
-            1.0 if weight.kind == "sum" else sum(column[place] for place in inside) / total
+        if not inside:
+            return nothing
+        found = [
+            1.0 if weight.kind == "sum" else sum([column[place] for place in inside]) / total
             for weight, column, total in zip(weights, amounts, totals, strict=True)
-        )
-        return tuple(sums.get(n - 1, number) for n, number in enumerate(found)) if inside else nothing
+        ]
+        return tuple([sums.get(n - 1, number) for n, number in enumerate(found)]) if sums else tuple(found)
 
     return {
         each: [[share_of(inside) for inside in replicas] for replicas in places_of(micro_rows, divisions, each)]

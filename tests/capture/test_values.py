@@ -126,3 +126,8 @@ def test_every_use_of_every_value_matches_torch(use: str, kind: str) -> None:
 def test_many_values_that_are_read_are_warned_of_by_name() -> None:
     with pytest.warns(CaptureWarning, match="input v0"):
         captures_of(["compared"], ["int"], steps=9)
+
+
+def test_a_number_that_no_tensor_holds_is_a_value_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(VALUES, "huge", lambda i: i << 62)
+    captures_of(["not read"], ["huge"])

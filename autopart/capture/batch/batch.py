@@ -73,8 +73,12 @@ class Batch:
 
     @property
     def values(self) -> tuple[int, ...]:
-        """The leaves, by index, that are numbers or texts."""
-        return tuple(place for place, leaf in enumerate(self.leaves) if type(leaf) in _VALUES)
+        """The leaves, by index, that are numbers or texts, but for numbers that no tensor holds."""
+        return tuple(
+            place
+            for place, leaf in enumerate(self.leaves)
+            if type(leaf) in _VALUES and not (type(leaf) is int and leaf.bit_length() > 63)
+        )
 
     def freed(self, free: Sequence[int]) -> Batch:
         """Return the batch with these leaves free, numbers as tensors."""

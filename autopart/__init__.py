@@ -9,7 +9,9 @@ See README.md for the first steps, docs/ for the rest and ARCHITECTURE.md for ho
 from __future__ import annotations
 
 import difflib
+import os
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -105,6 +107,19 @@ _HOMES = {
 _ALIASES = {"register_op": "register"}
 _ROOMS = ("freeze",)
 """Packages whose own names are public."""
+
+
+def _require_rooms() -> None:
+    """Refuse a checkout without links in which nothing was installed: two packages lie outside of this folder."""
+    for room in ("passes", "runtime"):
+        if not os.path.isdir(os.path.join(__path__[0], room)) and find_spec(f"autopart.{room}") is None:
+            raise ImportError(
+                f"autopart/{room} should be a link to ../{room}, and this copy of the repository has none (zip files, "
+                "some file systems and Windows drop links); install it, which needs no link: pip install -e ."
+            )
+
+
+_require_rooms()
 
 
 def __getattr__(name: str) -> object:

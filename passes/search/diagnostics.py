@@ -32,7 +32,7 @@ def alternatives(best: Evaluation, seen: Sequence[Evaluation], fastest: Evaluati
     space, stages = best.space, best.stages
     wanted: list[tuple[str, Evaluation | None]] = []
     if space.request.may_replicate and stages > 1:
-        wanted.append((f"data parallel alone, {_most_replicas(space)} replicas", _data_parallel(best)))
+        wanted += _data_parallel(best)
     own = best.candidate.per_rank
     for count in (stages - 1, stages + 1):
         if count != fastest.stages:
@@ -76,12 +76,11 @@ def _fastest(evaluations: Iterable[Evaluation]) -> Evaluation | None:
     return min(evaluations, key=lambda evaluation: evaluation.step_ns, default=None)
 
 
-def _most_replicas(space: SearchSpace) -> int:
-    return min(space.costs.cluster.world, max(map(space.request.most_replicas, space.request.micro_rows)))
+def _data_parallel(best: Evaluation) -> list[tuple[str, Evaluation]]:
+    """Return one stage on as many replicas as there are devices and rows, under the best way to cut the batch.
 
-
-def _data_parallel(best: Evaluation) -> Evaluation:
-    """Return one stage on as many replicas as there are devices and rows, under the best way to cut the batch."""
+    Nothing where no micro-batch has rows for two replicas.
+    """
     space, request = best.space, best.space.request
     evaluations = []
     for micro_rows in request.micro_rows:
@@ -89,7 +88,9 @@ def _data_parallel(best: Evaluation) -> Evaluation:
         layout = Layout(replicas, 1, replicas, best.candidate.layout.order)
         candidate = Candidate((0, space.chain.n), (1,), 0, 0, layout, micro_rows, request.schedules[0])
         evaluations.append(evaluate(space, candidate))
-    return min(evaluations, key=lambda e: (e.over_bytes, e.step_ns))
+    found = min(evaluations, key=lambda e: (e.over_bytes, e.step_ns))
+    replicas = found.candidate.most_replicas
+    return [(f"data parallel alone, {replicas} replicas", found)] if replicas > 1 else []
 
 
 def _alternative(name: str, evaluation: Evaluation, best: Evaluation) -> Alternative:

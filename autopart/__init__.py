@@ -17,8 +17,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from autopart import freeze
     from autopart.api import compile, launch, plan, simulate, verify
-    from autopart.capture.guards import CaptureWarning
+    from autopart.capture.python.guards import CaptureWarning
     from autopart.costs.sources import register_cost_source
+    from autopart.extras.averages.averaged_model import AveragedModel
+    from autopart.extras.checkpoints.plain import load_into, save_from
+    from autopart.extras.metrics.log import MetricsLog
     from autopart.files.checkpoints.folders import latest
     from autopart.files.plans import load_plan, save_plan
     from autopart.ir.cluster import Cluster, Device, Level, Link
@@ -34,14 +37,11 @@ if TYPE_CHECKING:
     from autopart.ir.plan import Plan
     from autopart.ir.timeline import Timeline
     from autopart.passes.ops.table import register as register_op
+    from autopart.pipe.compare import Verification
+    from autopart.pipe.pipe import Pipe
     from autopart.planning.schedule_files import register_schedule, save_schedule
     from autopart.report.traces import save_trace
-    from autopart.session.compare import Verification
-    from autopart.session.metrics.log import MetricsLog
-    from autopart.session.pipe.pipe import Pipe
-    from autopart.session.state.averaged_model import AveragedModel
-    from autopart.session.state.checkpoints.plain import load_into, save_from
-    from autopart.session.state.scaler import NonFiniteWarning
+    from autopart.state.scaler import NonFiniteWarning
 
 __version__ = "0.1.0"
 
@@ -85,7 +85,7 @@ __all__ = [
 
 _HOMES = {
     "autopart.api": "compile launch plan simulate verify",
-    "autopart.capture.guards": "CaptureWarning",
+    "autopart.capture.python.guards": "CaptureWarning",
     "autopart.costs.sources": "register_cost_source",
     "autopart.files.checkpoints.folders": "latest",
     "autopart.files.plans": "load_plan save_plan",
@@ -96,12 +96,12 @@ _HOMES = {
     "autopart.passes.ops.table": "register_op",
     "autopart.planning.schedule_files": "register_schedule save_schedule",
     "autopart.report.traces": "save_trace",
-    "autopart.session.state.averaged_model": "AveragedModel",
-    "autopart.session.state.checkpoints.plain": "load_into save_from",
-    "autopart.session.compare": "Verification",
-    "autopart.session.metrics.log": "MetricsLog",
-    "autopart.session.pipe.pipe": "Pipe",
-    "autopart.session.state.scaler": "NonFiniteWarning",
+    "autopart.extras.averages.averaged_model": "AveragedModel",
+    "autopart.extras.checkpoints.plain": "load_into save_from",
+    "autopart.pipe.compare": "Verification",
+    "autopart.extras.metrics.log": "MetricsLog",
+    "autopart.pipe.pipe": "Pipe",
+    "autopart.state.scaler": "NonFiniteWarning",
 }
 """The public names by module.  A module is loaded at the first use of a name, so that `import autopart` is quick."""
 _ALIASES = {"register_op": "register"}

@@ -12,11 +12,10 @@ from typing import Any, TypeVar, Unpack
 import torch
 from torch import nn
 
+from autopart.batch.batch import Batch, flatten
 from autopart.capture import CaptureCache
-from autopart.capture.batch.batch import Batch, flatten
-from autopart.capture.derive.token_axis import sequence_length
 from autopart.capture.trace.export import LossFn
-from autopart.costs.sources import CostSource, register_cost_source
+from autopart.costs.sources import CostSource
 from autopart.files.clusters import parse_cluster
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import PlanError, RefusedError, UsageError, short_errors
@@ -26,18 +25,17 @@ from autopart.ir.timeline import Timeline
 from autopart.launcher import living_devices
 from autopart.options import OptimizerLike, Options, OptionsDict, PlanLike, read_options, read_value
 from autopart.passes.ops.model_flops import model_flops
+from autopart.pipe.compare import Verification, verify_step
+from autopart.pipe.pipe import Pipe
+from autopart.planning.derive.token_axis import sequence_length
 from autopart.planning.make import make_plan, precision_of, read_plan
 from autopart.planning.simulated import simulate_plan
 from autopart.report.comparison import Answer
 from autopart.runtime.launch.local import launch as _launch
-from autopart.session.code.compiled_costs import compiled_costs
-from autopart.session.compare import Verification, verify_step
-from autopart.session.pipe.pipe import Pipe
 
 ClusterLike = Cluster | str | os.PathLike[str] | None
 """A cluster, a YAML, TOML or JSON file, a text such as "cpu:2", or None: from the launcher and the visible devices."""
 F = TypeVar("F", bound=Callable[..., Any])
-register_cost_source("compiled", compiled_costs)
 
 
 def _with_options(function: F) -> F:

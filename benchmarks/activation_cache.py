@@ -22,8 +22,9 @@ from bench_models import MODELS
 from common import spread, write
 
 import autopart
+from autopart.cli.host_costs import detect_all
+from autopart.extras.freezing.kept.activations import activations_of
 from autopart.ir.cluster import Cluster
-from autopart.session.pipe.host_costs import detect_all
 
 BATCHES, MORE, FROZEN, WITHIN = 4, 8, 6, 0.10
 """Batches of the data set, how often each has the rows of bench_models (128 rows: a step behind the frozen layers takes
@@ -64,10 +65,11 @@ def measure(cluster: Cluster, epochs: int) -> dict[str, Any]:
         done = pipe.replan(optimizer)
         found["frozen"] = stage(done.after_s if done.adopted else done.before_s, skipped=1)
         done = pipe.replan(optimizer, cache=autopart.freeze.AutoCache(1 << 30, samples=BATCHES * rows))
+        counts = activations_of(pipe.session).counts
         found["kept"] = stage(done.after_s, skipped=1) | {
             "reason": done.reason, "cached": done.cached, "reading": done.reading_s,
             "plan": [len(each.ranks) for each in pipe.plan.stages],
-            "rows read and computed": [pipe.session.activations.counts.read, pipe.session.activations.counts.computed],
+            "rows read and computed": [counts.read, counts.computed],
         }  # fmt: skip
     return found
 

@@ -30,8 +30,8 @@ from common import ratio, spread, write
 from torch import nn
 
 import autopart
+from autopart.extras.freezing.policies.pipe_transformer import closed_form
 from autopart.files.clusters import parse_cluster
-from autopart.freeze.pipe_transformer import closed_form
 
 WAYS = ("none", "freeze", "replan")
 LAYERS, WIDTH, ROWS, EPOCHS, ALPHA, SHARE = 8, 128, 64, 10, 1 / 3, 0.6

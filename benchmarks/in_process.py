@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopart.batch.batch import Batch, flatten
 from autopart.capture import CaptureCache, Captured
-from autopart.capture.batch.batch import Batch, flatten
-from autopart.capture.derive.reduction import couples_rows
-from autopart.capture.guards import check_model
+from autopart.capture.python.guards import check_model
 from autopart.files.clusters import parse_cluster
 from autopart.ir.actions import Slot
 from autopart.ir.graph import Graph, LossReduction
@@ -26,11 +25,7 @@ from autopart.ir.shares import Division, Window
 from autopart.options import Options
 from autopart.passes.program.routing import route
 from autopart.passes.program.verify import check_program
-from autopart.planning.make import Planned, make_plan
-from autopart.runtime.stages.stage import StageRunner
-from autopart.runtime.tensors import LocalTensors
-from autopart.session.code.split import stage_module
-from autopart.session.compare import (
+from autopart.pipe.compare import (
     BUFFERS,
     PLAIN,
     RANDOM,
@@ -42,8 +37,13 @@ from autopart.session.compare import (
     plain_outcome,
     precision_of,
 )
+from autopart.planning.derive.reduction import couples_rows
+from autopart.planning.make import Planned, make_plan
+from autopart.runtime.stages.stage import StageRunner
+from autopart.runtime.tensors import LocalTensors
 from autopart.session.step.batch_counts import BatchCounts
 from autopart.session.step.loss_shares import Share, idle_values, loss_shares
+from autopart.stagecode.split import stage_module
 
 CPU = torch.device("cpu")
 ADDED = LossReduction("sum")

@@ -33,7 +33,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopart
-from autopart.capture.reads.questions import Question, Reader
+from autopart.capture.python.reads.questions import Question, Reader
 from autopart.runtime.stages.stage import StageRunner
 
 PRECISIONS = ("fp32", "bf16")

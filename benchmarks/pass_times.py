@@ -23,9 +23,8 @@ import torch
 import transformers
 from common import write
 
+from autopart.batch.batch import flatten
 from autopart.capture import capture
-from autopart.capture.batch.batch import flatten
-from autopart.capture.derive.token_axis import Probed, fewer_tokens, shortened
 from autopart.capture.gc_pause import gc_paused
 from autopart.files.clusters import parse_cluster
 from autopart.passes.graph.atoms import atoms
@@ -41,6 +40,7 @@ from autopart.passes.search.space import PlanRequest, SearchSpace
 from autopart.passes.simulation.stage_costs import Estimator, device_types
 from autopart.passes.tokens.analysis import analyse
 from autopart.passes.tokens.recipe import Recipe
+from autopart.planning.derive.token_axis import Probed, fewer_tokens, shortened
 
 STAGES, MICROS = 4, 16
 TOKENS = 128

@@ -31,10 +31,10 @@ from common import RESULTS, write
 from planners.pipe_transformer import MICRO_BATCHES, balanced, stages_for
 from torch import nn
 
+from autopart.batch.batch import flatten
 from autopart.capture import CaptureCache
-from autopart.capture.batch.batch import flatten
+from autopart.extras.freezing.policies.pipe_transformer import closed_form
 from autopart.files.presets import MEMORY_REACHED, REACHED
-from autopart.freeze.pipe_transformer import closed_form
 from autopart.ir.cluster import Cluster, Device, Level, Link
 from autopart.options import Options, read_options
 from autopart.planning.make import Planned, make_plan

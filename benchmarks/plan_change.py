@@ -26,8 +26,8 @@ from common import ratio, spread, write
 from torch import nn
 
 import autopart
+from autopart.extras.freezing import replan as replanning
 from autopart.planning.make import make_plan
-from autopart.session.replanning import replan as replanning
 
 RANKS, WIDTH, ROWS = 4, 2048, 16
 LEAST, WITHIN = 0.70, 0.25
@@ -92,7 +92,7 @@ def measure(layers: int, rounds: int) -> list[dict[str, float]]:
                 return make_plan(captures, batch, machines, replace(options, plan=target))
 
             def counted(*given: Any, into: Any = moved) -> Any:
-                pairs = autopart.session.replanning.moving.moved_bytes(*given)
+                pairs = autopart.extras.freezing.moving.moved_bytes(*given)
                 into.update(pairs)
                 return pairs
 

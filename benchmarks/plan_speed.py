@@ -40,9 +40,8 @@ import shapes
 import torch
 from common import RESULTS, write
 
+from autopart.batch.batch import Batch, flatten
 from autopart.capture import CaptureCache, Captured
-from autopart.capture.batch.batch import Batch, flatten
-from autopart.capture.derive import family, reduction
 from autopart.costs import sources
 from autopart.files.clusters import parse_cluster
 from autopart.ir.cluster import Cluster
@@ -51,6 +50,7 @@ from autopart.options import read_options
 from autopart.passes import pipeline
 from autopart.passes.search import finalize
 from autopart.planning import make
+from autopart.planning.derive import family, reduction
 
 STEPS = (  # (module, function name, pass to which its time belongs)
     (family, "infer_other_size", "capture"),

@@ -29,10 +29,11 @@ from bench_models import MODELS
 from common import spread, write
 
 import autopart
-from autopart.capture.batch.batch import flatten
+from autopart.batch.batch import flatten
 from autopart.costs.detect import detect
 from autopart.costs.sources import GROUP_NS
 from autopart.costs.sources import measured as measured_costs
+from autopart.extras.compiled.compiled_costs import compiled_costs
 from autopart.ir.actions import Slot
 from autopart.ir.graph import Graph
 from autopart.ir.size import Size
@@ -40,7 +41,6 @@ from autopart.passes.simulation.estimate import stage_estimates, work_of
 from autopart.passes.simulation.simulate import step_ns
 from autopart.passes.simulation.stage_costs import Estimator
 from autopart.runtime.stages.stage import StageRunner
-from autopart.session.code.compiled_costs import compiled_costs
 
 
 @dataclass(frozen=True)

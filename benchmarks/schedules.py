@@ -51,7 +51,7 @@ from torch.distributed.pipelining import (
 )
 
 import autopart
-from autopart.session.pipe.host_costs import detect_all
+from autopart.cli.host_costs import detect_all
 
 HALVES = ("blocks.4",)
 QUARTERS = ("blocks.2", "blocks.4", "blocks.6")

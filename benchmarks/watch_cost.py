@@ -19,8 +19,8 @@ import transformers
 from common import write
 from torch import nn
 
+from autopart.batch.batch import flatten
 from autopart.capture import CaptureCache
-from autopart.capture.batch.batch import flatten
 from autopart.ir.size import Size
 
 RUNS = 300

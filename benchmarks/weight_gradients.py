@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import autopart
-from autopart.session.code import weight_products
+from autopart.stagecode import weight_products
 
 HEADS = 4
 VARIANTS = {"in place": weight_products.LEAST_ELEMENTS, "autograd": sys.maxsize}

@@ -14,11 +14,11 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from zoo_models import find
 
-from autopart.capture.batch.batch import flatten
+from autopart.batch.batch import flatten
 from autopart.files.clusters import parse_cluster
 from autopart.ir.errors import AutopartError
 from autopart.options import Options, read_options
-from autopart.session.compare import Outcome, Verification, plain_outcome, verify_step
+from autopart.pipe.compare import Outcome, Verification, plain_outcome, verify_step
 
 ROWS, STAGES, MICROS = 8, 3, 4
 EXACT, REFUSED, WRONG, CRASHED, BROKEN = "exact", "refused", "wrong", "crashed", "not run"

@@ -12,7 +12,7 @@ import pytest
 import torch
 from demo import Batches, Outcome, Run, Setting, in_one_process, library_bytes, over_ranks, report
 
-from autopart.session.compare import Difference, Verification
+from autopart.pipe.compare import Difference, Verification
 
 DEMO = Path(__file__).parents[1] / "examples/demo.py"
 GOOD = Difference("layer.weight", "gradient", 0, 2.0, 1e-8, False, True)

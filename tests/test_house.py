@@ -30,13 +30,15 @@ def _name(path: Path) -> str:
 
 FOLDERS = sorted({path.parent for path in CODE})
 ENTRIES = 14
+AT_THE_TOP = 8
+"""More entries of `autopart/`: two links, and the files and names that users import from."""
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=_name)
 def test_a_folder_has_few_entries_and_a_docstring(folder):
     hidden = {"__pycache__", "__init__.py", "py.typed"}
     shown = [entry.name for entry in folder.iterdir() if entry.name not in hidden]
-    assert len(shown) <= ENTRIES + 3 * (folder == ROOT / "autopart"), sorted(shown)
+    assert len(shown) <= ENTRIES + AT_THE_TOP * (folder == ROOT / "autopart"), sorted(shown)
     assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
 
 
@@ -50,12 +52,12 @@ def test_the_import_contracts_are_kept():
 def test_every_module_is_in_the_layers_contract(package):
     contracts = PROJECT["tool"]["importlinter"]["contracts"]
     placed = {
-        name.strip()
+        ".".join(name.strip().split(".")[: package.count(".") + 2])
         for contract in contracts
         if contract["type"] == "layers"
         for layer in contract["layers"]
         for name in re.split("[|:]", layer)
-        if name.strip().rpartition(".")[0] == package
+        if name.strip().startswith(f"{package}.")
     }
     folder = ROOT / package.replace(".", "/")
     rooms = {p.stem if p.suffix else p.name for p in folder.iterdir() if p.suffix == ".py" or p.is_dir()}

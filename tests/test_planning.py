@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import autopart
+from autopart.batch.batch import flatten
 from autopart.capture import CaptureCache
-from autopart.capture.batch.batch import flatten
 from autopart.files.plans import match_plan
 from autopart.ir.cluster import Cluster, Device, Level, Link
 from autopart.ir.errors import RefusedError, UsageError

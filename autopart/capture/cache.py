@@ -13,18 +13,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopart.capture.batch.batch import Batch
-from autopart.capture.batch.guesses import FLATTENED, in_words, other_guesses
+from autopart.batch.batch import Batch
+from autopart.batch.guesses import FLATTENED, in_words, other_guesses
 from autopart.capture.capture import Captured, capture
-from autopart.capture.guards import CaptureWarning, check_model
+from autopart.capture.python.guards import CaptureWarning, check_model
+from autopart.capture.python.watch.changes import ModelWatch, check_tensors, tensors_of
+from autopart.capture.python.watch.observed import Observed
+from autopart.capture.python.watch.values import ValueUsed, free_of
 from autopart.capture.recent import Recent
 from autopart.capture.shortened import without_prefix
 from autopart.capture.trace.autocast import Autocast, autocast_for
 from autopart.capture.trace.export import LossFn
 from autopart.capture.trained import Trained
-from autopart.capture.watch.changes import ModelWatch, check_tensors, tensors_of
-from autopart.capture.watch.observed import Observed
-from autopart.capture.watch.values import ValueUsed, free_of
 from autopart.ir.errors import AutopartError, CaptureError, UsageError
 from autopart.ir.plan import Precision
 from autopart.ir.size import Size

@@ -14,11 +14,13 @@ from torch import fx, nn
 from torch.autograd import forward_ad
 from torch.export.graph_signature import OutputKind
 
-from autopart.capture.batch.batch import Batch
+from autopart.batch.batch import Batch
 from autopart.capture.gc_pause import gc_paused
-from autopart.capture.guards import check_aliased_buffers, check_autocast
-from autopart.capture.habits.habits import HABITS
-from autopart.capture.reads.host_reads import Questions, WholeBatchAsked
+from autopart.capture.python.guards import check_aliased_buffers, check_autocast
+from autopart.capture.python.habits.habits import HABITS
+from autopart.capture.python.reads.host_reads import Questions, WholeBatchAsked
+from autopart.capture.python.watch.observed import Observed
+from autopart.capture.python.watch.restored import left_as_it_was
 from autopart.capture.trace.autocast import Autocast
 from autopart.capture.trace.export import LossFn, Wrapper, explained, export, quiet
 from autopart.capture.trace.fake_device import brought_back, moved
@@ -27,8 +29,6 @@ from autopart.capture.trace.patches import patched
 from autopart.capture.trace.sources import forgotten_sources
 from autopart.capture.trace.to_graph import Names, NumberOfData, read_graph, read_names
 from autopart.capture.trained import on_meta
-from autopart.capture.watch.observed import Observed
-from autopart.capture.watch.restored import left_as_it_was
 from autopart.ir.errors import AutopartError, CaptureError, RefusedError
 from autopart.ir.graph import Graph
 from autopart.ir.size import Size

@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
+from autopart.cli.host_costs import detect_all
 from autopart.cli.output import Json, print_json, prints_results, say
 from autopart.files.clusters import cluster_to_dict, cluster_to_yaml, parse_cluster, require_yaml, save_cluster
 from autopart.files.presets import NODES
 from autopart.ir.cluster import Cluster
 from autopart.report.cluster_table import cluster_table
-from autopart.session.pipe.host_costs import detect_all
 
 app = typer.Typer(
     name="cluster", help="Measure this machine, or show a preset or a cluster file.", no_args_is_help=True

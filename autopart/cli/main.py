@@ -24,7 +24,7 @@ from autopart.cli.model_loader import load_model
 from autopart.cli.output import Json, print_json, prints_results, say
 from autopart.files.clusters import parse_cluster
 from autopart.options import choices, read_options
-from autopart.session.compare import Verification, verify_step
+from autopart.pipe.compare import Verification, verify_step
 
 __all__ = ["app", "main"]
 

@@ -23,8 +23,8 @@ import torch
 from torch import nn
 
 from autopart.cli.models import BUILTIN
-from autopart.cli.shelf.build import from_shelf
-from autopart.cli.shelf.config_file import config_path, read_config
+from autopart.extras.shelf.build import from_shelf
+from autopart.extras.shelf.config_file import config_path, read_config
 from autopart.ir.errors import UsageError
 
 FORMS = (

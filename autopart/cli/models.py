@@ -5,35 +5,19 @@ Each function returns (model, batch) or (model, batch, loss_fn).
 
 from __future__ import annotations
 
-import importlib
-import os
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
-from autopart.ir.errors import UsageError
+from autopart.extras.shelf.library import transformers
 
 VOCAB, ROWS, SEQ = 256, 16, 64
 _TEXT: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 4,
     "num_attention_heads": 4, "max_position_embeddings": SEQ, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
 }  # fmt: skip
-
-
-def transformers() -> ModuleType:
-    """Return the transformers library, offline and quiet.  Raises UsageError if it is not installed."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    try:
-        library = importlib.import_module("transformers")
-    except ImportError as error:
-        raise UsageError(
-            "this model needs the transformers library", why=str(error), fix='pip install "autopart[hf]"'
-        ) from error
-    library.logging.set_verbosity_error()
-    return library
 
 
 def gpt2(layers: int = 4, width: int = 128, seq: int = SEQ) -> nn.Module:

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 from autopart.api import compile as compile_pipe
 from autopart.integrations.trainer_limits import refused, require_possible
 from autopart.integrations.trainer_parts import PipelineModel, first_batch, undivided
-from autopart.session.pipe.pipe import Pipe
+from autopart.pipe.pipe import Pipe
 
 STATE = "autopart"
 """Folder in a checkpoint of the trainer that has weights and optimizer state of all ranks."""

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, IterableDataset
 
 from autopart.integrations.trainer_limits import refused
-from autopart.session.pipe.pipe import Pipe
-from autopart.session.state.misuse_guards import MissingError
+from autopart.pipe.pipe import Pipe
+from autopart.state.misuse_guards import MissingError
 
 _SHOWN = "train eval training zero_grad parameters named_parameters modules named_modules children named_children"
 

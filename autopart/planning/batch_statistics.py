@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from autopart.capture.derive.reduction import coupling_ops
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan
 from autopart.options import Options
+from autopart.planning.derive.reduction import coupling_ops
 
 
 def batch_statistics(options: Options, plan: Plan, graph: Graph) -> tuple[str, ...]:

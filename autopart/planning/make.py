@@ -13,11 +13,8 @@ from dataclasses import astuple, dataclass, replace
 
 import torch
 
+from autopart.batch.batch import Batch
 from autopart.capture import CaptureCache, Captured
-from autopart.capture.batch.batch import Batch
-from autopart.capture.derive.family import ProgramFamily, another_size, capture_family
-from autopart.capture.derive.reduction import WHOLE, BatchRule, loss_reduction, rule_of
-from autopart.capture.derive.token_axis import AskedSlices, asked_slices, sequence_length
 from autopart.capture.gc_pause import gc_paused
 from autopart.capture.trace.autocast import is_stand_in
 from autopart.capture.trace.gradients import require_something_to_train
@@ -42,6 +39,9 @@ from autopart.passes.program.schedules import find, names, streams
 from autopart.passes.search.space import PlanRequest
 from autopart.passes.simulation.stage_costs import device_types
 from autopart.planning.batch_statistics import batch_statistics, moving
+from autopart.planning.derive.family import ProgramFamily, another_size, capture_family
+from autopart.planning.derive.reduction import WHOLE, BatchRule, loss_reduction, rule_of
+from autopart.planning.derive.token_axis import AskedSlices, asked_slices, sequence_length
 from autopart.planning.no_effect import without_effect
 from autopart.planning.restrictions import (
     PlanningTask,

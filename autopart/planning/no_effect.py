@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from autopart.capture.derive.reduction import couples_rows
 from autopart.costs.optimizer_state import narrowest_bytes
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan
 from autopart.options import Options
+from autopart.planning.derive.reduction import couples_rows
 
 
 def without_effect(options: Options, plan: Plan, graph: Graph) -> tuple[str, ...]:

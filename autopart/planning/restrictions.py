@@ -9,9 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from autopart.capture.derive.family import ProgramFamily
-from autopart.capture.derive.reduction import WHOLE, couples_rows, loss_reduction
-from autopart.capture.derive.token_axis import WHOLE_SEQUENCES, AskedSlices
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import CaptureError, InfeasibleError, RefusedError, UsageError
 from autopart.ir.graph import LossReduction
@@ -19,6 +16,9 @@ from autopart.ir.plan import Plan
 from autopart.ir.shares import parts
 from autopart.ir.size import Size
 from autopart.options import Options
+from autopart.planning.derive.family import ProgramFamily
+from autopart.planning.derive.reduction import WHOLE, couples_rows, loss_reduction
+from autopart.planning.derive.token_axis import WHOLE_SEQUENCES, AskedSlices
 from autopart.planning.splits import Splits
 
 UNEVEN = "the program does not grow evenly with the rows, so the costs of a share of them are not known"

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
+from autopart.batch.batch import Batch
 from autopart.capture import CaptureCache, Captured
-from autopart.capture.batch.batch import Batch
-from autopart.capture.derive.family import ProgramFamily, another_size
-from autopart.capture.derive.token_axis import asked_slices
 from autopart.costs.optimizer_state import narrowest_bytes, state_factor
 from autopart.costs.sources import COST_SOURCES, GROUP_NS, costed
 from autopart.ir.cluster import Cluster
@@ -20,6 +18,8 @@ from autopart.passes.program.verify import check_program
 from autopart.passes.simulation.estimate import estimate, timeline_of
 from autopart.passes.simulation.slices import slice_shares
 from autopart.passes.simulation.stage_costs import Estimator, device_types
+from autopart.planning.derive.family import ProgramFamily, another_size
+from autopart.planning.derive.token_axis import asked_slices
 
 
 def simulate_plan(

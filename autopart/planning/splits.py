@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopart.capture.batch.batch import Batch, split_rows
+from autopart.batch.batch import Batch, split_rows
 from autopart.ir.errors import UsageError
 from autopart.ir.size import Size
 

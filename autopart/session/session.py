@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
-from autopart.capture.batch.batch import Batch
-from autopart.capture.batch.stand_in import with_rows
+from autopart.batch.batch import Batch
+from autopart.batch.stand_in import with_rows
 from autopart.ir.errors import BatchError, OtherProgramError
 from autopart.runtime.activity import patient
 from autopart.runtime.engine import BatchPlan
 from autopart.session.executors.executor import Executor
 from autopart.session.executors.kinds import Kind, largest_part
+from autopart.session.lists import Samples
 from autopart.session.ranks.agreement import FAILURES
 from autopart.session.ranks.call_sync import STEP_FAILED, Given, digest_of
 from autopart.session.session_plan import SessionPlan
@@ -27,7 +28,6 @@ from autopart.session.step.data import (
     rows_of_shards,
     shared_stand_in,
 )  # fmt: skip
-from autopart.session.step.kept.activations import Samples
 from autopart.session.step.parts import ONE, SEVERAL, fitting_cut, warn_of_other_batches
 
 _CALLS = {"step": "step", "loss": "eval_loss", "predict": "predict"}
@@ -103,7 +103,8 @@ class Session(SessionPlan):
     def _begun(self, batch: Batch, mode: str, samples: Samples | None, *, sharded: bool) -> Batch:
         """Return the batch with what the plan begins with, if it begins behind frozen layers: in this rank's rows, read
         if they are kept under these names of the samples, else computed.  Local."""
-        if mode != "step" or not self.activations.values:
+        steps = [step for step in self.batch_steps if step.active] if mode == "step" else []
+        if not steps:
             return batch
         rows, first, rank = batch.rows or 0, self.plan.stages[0], self.world.rank
         own: Sequence[int] = range(rows) if sharded and rank in first.ranks else ()
@@ -112,7 +113,9 @@ class Session(SessionPlan):
             own = own_rows(cut, first.division, first.ranks.index(rank))
             if cut != fitting_cut(rows, self.plan.decision, SEVERAL):  # parts of one row may run on another replica
                 own = range(rows)
-        return self.activations.extended(batch, samples, own, self.tensors.held)
+        for step in steps:
+            batch = step.extended(batch, samples, own, self.tensors.held)
+        return batch
 
     def planned_batch(
         self,

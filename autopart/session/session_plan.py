@@ -12,10 +12,9 @@ from typing import Self
 
 import torch
 
+from autopart.batch.batch import Batch, BatchReader
 from autopart.capture import CaptureCache, Captured
-from autopart.capture.batch.batch import Batch, BatchReader
-from autopart.capture.derive.reduction import BatchRule
-from autopart.capture.guards import check_autocast, tied_names
+from autopart.capture.python.guards import check_autocast, tied_names
 from autopart.costs.sources import CostedGraph
 from autopart.ir.cluster import Cluster
 from autopart.ir.explain import summary
@@ -26,6 +25,7 @@ from autopart.ir.size import Size
 from autopart.ir.timeline import Span
 from autopart.options import Options
 from autopart.passes.program.routing import homes
+from autopart.planning.derive.reduction import BatchRule
 from autopart.planning.make import Planned, make_plan, read_plan
 from autopart.runtime.activity import patient, set_activity, set_rank_label
 from autopart.runtime.group.world import World
@@ -41,6 +41,7 @@ from autopart.runtime.tensors import (
 from autopart.runtime.watch.progress import tell
 from autopart.session.executors.executor import Executor, RankContext
 from autopart.session.executors.kinds import KnownKinds
+from autopart.session.lists import BATCH_STEPS, Weights, weights_of
 from autopart.session.placement import placement_of, relocate
 from autopart.session.ranks.agreement import FAILURES, from_rank, require_same_everywhere, together
 from autopart.session.ranks.call_sync import Calls, digest_of
@@ -50,9 +51,7 @@ from autopart.session.step.data import (
     one_batch,
     refuse_target,
 )  # fmt: skip
-from autopart.session.step.kept.activations import Activations
 from autopart.session.step.loss_shares import Shares
-from autopart.session.weights.source import Weights, weights_for
 
 Preparing = Callable[[], Callable[[RankContext], None]]
 """Checks what follows a plan, and returns what moves it to where the context of another plan needs it.  Collective."""
@@ -69,7 +68,7 @@ class SessionPlan:
     tied: first name of each tied tensor, by its other names.
     preparing_s, moving_s: seconds that capturing and making the stages, and moving tensors, took at the last change.
     spans: gets what this rank does in training steps, if it is a list.
-    activations: of frozen layers, by sample, where the plan begins behind them.
+    batch_steps: what is done to each batch (`lists.BATCH_STEPS`).
     costs: by which rank 0 chose its last plan; None on other ranks, and for a plan that was given.
     computed_ns: what each rank computed for in the last step, 0 where it was not measured.
     last_shares: rows of each micro-batch of the last batch, and their shares in its loss.  last_executor: that ran it.
@@ -100,7 +99,7 @@ class SessionPlan:
         local, timeout_s = cluster.levels[0].size, options.timeout
         self.world = World(cluster.kind, cluster.world, local=local, timeout_s=timeout_s, transport=options.transport)
         self.calls = Calls(self.world)
-        self.activations = Activations(captures, self.world.device)
+        self.batch_steps = [make(captures, self.world.device) for make in BATCH_STEPS]
         self.costs: CostedGraph | None = None
         self.preparing_s = self.moving_s = 0.0
 
@@ -117,7 +116,7 @@ class SessionPlan:
                     self.batch = first_batch(self._read(arguments), sharded=sharded)
                     read_plan(self.options)
                     self.tied = tied_names(self.captures.trained)
-                    weights = weights_for(self.captures.trained, self.options.weights, self.options.seed)
+                    weights = weights_of(self.captures.trained, self.options.weights, self.options.seed)
                 began = time.perf_counter()
                 planned = self._plan_together(self.options)
                 planning_s = time.perf_counter() - began - self.captures.seconds
@@ -241,7 +240,8 @@ class SessionPlan:
         self.plan, self._captured = planned.plan, planned.captured
         self.costs = planned.costs or self.costs
         self.context = context
-        self.activations.begin(self.batch, max(self.plan.micro_rows))
+        for step in self.batch_steps:
+            step.begin(self.batch, max(self.plan.micro_rows))
         context.values.drop_foreign_gradients()
         signature = digest_of(repr(self.batch.signature()))
         self._kinds.clear()
@@ -347,7 +347,8 @@ class SessionPlan:
     def close(self) -> None:
         """Leave the process group.  The model keeps the weights that this rank holds."""
         self._kinds.clear()
-        self.activations.close()
+        for step in self.batch_steps:
+            step.close()
         self.world.close()
 
 

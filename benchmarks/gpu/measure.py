@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 import autopart
+from autopart.batch.batch import flatten
 from autopart.capture import CaptureCache
-from autopart.capture.batch.batch import flatten
 from autopart.ir.graph import Graph
 from autopart.ir.size import Size
 from autopart.passes.ops.flops import backward_flops, flops
@@ -161,7 +161,7 @@ def failed(error: BaseException) -> Answer:
 
 def measured_cluster(job: Job) -> Answer:
     """Return the cluster measured on this rank's machine and links."""
+    from autopart.cli.host_costs import detect_all
     from autopart.files.clusters import cluster_to_dict
-    from autopart.session.pipe.host_costs import detect_all
 
     return {"cluster": cluster_to_dict(detect_all(job.world))}

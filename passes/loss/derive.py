@@ -2,7 +2,7 @@
 
 Every value gets a placement (`analysis`, `ops.placement`) from rules for single ops: from their letters in the table of
 ops (`ops.propagation`), or from a rule for what moves elements (`move_rules`), loss functions (`term_rules`) and counts
-(`masks`).  An op without a rule is reported, and may be tested on numbers (`capture.derive.probe`).
+(`masks`).  An op without a rule is reported, and may be tested on numbers (`planning.derive.probe`).
 
 Assumed: random ops draw per micro-batch, and batch norm in training takes statistics per micro-batch, in the reference
 too.  A number that changes with the rows is a power of the number of rows if it is one in both captures.  Sums of
@@ -91,7 +91,7 @@ def derive_loss_weight(
 ) -> LossReduction:
     """The weight of a micro-batch's loss in the whole loss.
 
-    graph: with rows marked (`capture.derive.rows.mark_rows`); other: the same model at another number of rows.  proven:
+    graph: with rows marked (`derive.rows.mark_rows`); other: the same model at another number of rows.  proven:
     values that a numeric test showed to be slices of those of the whole batch, and constants equal in both captures.
     stated: loss_reduction= of the user, "mean", "sum" or "token-mean": it must agree with what is derived, and is
     tested on numbers if no rule knows the loss function (`UnprovenRows.stated`).

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from autopart.capture.trained import Trained
+from autopart.extras.weights.initial import initial_values, require_no_leftovers
 from autopart.ir.errors import RefusedError
-from autopart.session.weights.initial import initial_values, require_no_leftovers
 
 transformers = pytest.importorskip("transformers")
 from architectures import built, seeded  # noqa: E402

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from autopart.batch.batch import flatten
 from autopart.capture import capture
-from autopart.capture.batch.batch import flatten
-from autopart.capture.guards import CaptureWarning
+from autopart.capture.python.guards import CaptureWarning
 
 BATCH = torch.arange(24.0).sin().reshape(4, 6), torch.arange(4.0)
 

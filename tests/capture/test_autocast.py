@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import autopart
+from autopart.batch.batch import flatten
 from autopart.capture import CaptureCache, Captured
-from autopart.capture.batch.batch import flatten
 from autopart.capture.capture import capture
 from autopart.capture.trace.autocast import autocast_for
 from autopart.ir.errors import CaptureError, UsageError

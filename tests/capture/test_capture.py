@@ -17,9 +17,9 @@ from support.oracles.stages_in_process import inputs_of, plan_for, replay, slice
 from torch import nn
 from torch.nn import functional as F
 
+from autopart.batch.batch import flatten
 from autopart.capture import CaptureCache, capture
-from autopart.capture.batch.batch import flatten
-from autopart.capture.guards import CaptureWarning
+from autopart.capture.python.guards import CaptureWarning
 from autopart.capture.trace import lower
 from autopart.capture.trace.functional import functional_graph
 from autopart.ir.size import Size

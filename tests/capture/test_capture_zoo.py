@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from support.models.zoo import CASES
 
+from autopart.batch.batch import flatten
 from autopart.capture import capture
-from autopart.capture.batch.batch import flatten
 
 
 def test_a_cache_of_the_model_is_not_part_of_the_program():

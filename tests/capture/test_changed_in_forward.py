@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from autopart.batch.batch import flatten
 from autopart.capture import capture
-from autopart.capture.batch.batch import flatten
 from autopart.ir.errors import RefusedError
 
 COUNT = 0

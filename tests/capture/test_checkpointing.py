@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import autopart
+from autopart.batch.batch import flatten
 from autopart.capture import CaptureCache, capture
-from autopart.capture.batch.batch import flatten
-from autopart.capture.guards import CaptureWarning
+from autopart.capture.python.guards import CaptureWarning
 from autopart.ir.errors import RefusedError
 
 BATCH = torch.arange(6) % 4

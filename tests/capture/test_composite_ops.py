@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.export.exported_program import _collect_all_valid_cia_ops
 
+from autopart.batch.batch import flatten
 from autopart.capture import capture
-from autopart.capture.batch.batch import flatten
 from autopart.capture.trace import composite_ops
 
 

@@ -11,8 +11,8 @@ from support.oracles.stages_in_process import inputs_of, plan_for, replay, slice
 from torch import nn
 from torch.autograd import Function
 
+from autopart.batch.batch import flatten
 from autopart.capture import capture
-from autopart.capture.batch.batch import flatten
 from autopart.ir.errors import RefusedError
 
 

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from autopart.batch.batch import Batch, flatten
 from autopart.capture import CaptureCache, Captured
-from autopart.capture.batch.batch import Batch, flatten
-from autopart.capture.derive.family import another_size, capture_family
 from autopart.ir.errors import GraphError, RefusedError
 from autopart.ir.size import Size
+from autopart.planning.derive.family import another_size, capture_family
 
 
 class Net(nn.Module):

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from autopart.capture.habits import habits
-from autopart.capture.habits.habits import HABITS, Habit
+from autopart.capture.python.habits import habits
+from autopart.capture.python.habits.habits import HABITS, Habit
 from autopart.capture.trace.patches import PATCHES, patched
 
 ROOT = Path(__file__).parents[2]

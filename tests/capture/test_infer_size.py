@@ -10,10 +10,10 @@ from support.models.zoo import CASES
 from torch import nn
 from torch.nn import functional as F
 
+from autopart.batch.batch import Batch, flatten
 from autopart.capture import Captured, capture
-from autopart.capture.batch.batch import Batch, flatten
-from autopart.capture.derive.infer_size import infer_other_size, prime_batch_size
 from autopart.ir.size import Size
+from autopart.planning.derive.infer_size import infer_other_size, prime_batch_size
 
 
 def telling(model: nn.Module, batch: Batch) -> Captured:

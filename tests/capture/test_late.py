@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopart.capture.reads import late as room
-from autopart.capture.reads.late import Late, different_rows, late, whole
-from autopart.capture.reads.masks import _AllShown, _Triangle
+from autopart.capture.python.reads import late as room
+from autopart.capture.python.reads.late import Late, different_rows, late, whole
+from autopart.capture.python.reads.masks import _AllShown, _Triangle
 
 TOKENS = 3
 _eq, _and = torch.ops.aten.eq.Tensor, torch.ops.aten.bitwise_and.Tensor

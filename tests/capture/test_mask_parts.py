@@ -10,8 +10,8 @@ from support.grids import sampled
 from torch import nn
 
 import autopart
+from autopart.batch.batch import flatten
 from autopart.capture import CaptureCache
-from autopart.capture.batch.batch import flatten
 from autopart.ir.size import Size
 
 ROWS, TOKENS, WIDTH = 4, 6, 8

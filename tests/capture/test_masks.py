@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import autopart
+from autopart.batch.batch import flatten
 from autopart.capture import capture
-from autopart.capture.batch.batch import flatten
-from autopart.capture.reads.masks import Effect
+from autopart.capture.python.reads.masks import Effect
 from autopart.ir.errors import RefusedError
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from autopart.batch.batch import flatten
 from autopart.capture import capture
-from autopart.capture.batch.batch import flatten
 from autopart.ir.errors import RefusedError
 
 _library = torch.library.Library("autopart_tests", "FRAGMENT")

@@ -6,8 +6,8 @@ import torch
 from support.oracles.advice import Net, X
 from torch import nn
 
+from autopart.batch.batch import flatten
 from autopart.capture import capture
-from autopart.capture.batch.batch import flatten
 
 
 def _converting(m: Net, x: torch.Tensor) -> torch.Tensor:

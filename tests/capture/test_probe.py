@@ -10,11 +10,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import autopart
+from autopart.batch.batch import Batch, flatten
 from autopart.capture import Captured, capture
-from autopart.capture.batch.batch import Batch, flatten
-from autopart.capture.derive.probe import prove_rows, run
-from autopart.capture.derive.trial_data import resampled
 from autopart.ir.size import Size
+from autopart.planning.derive.probe import prove_rows, run
+from autopart.planning.derive.trial_data import resampled
 
 Loss = Callable[..., torch.Tensor]
 

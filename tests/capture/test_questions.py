@@ -16,9 +16,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import autopart
+from autopart.batch.batch import flatten
 from autopart.capture import CaptureCache, capture
-from autopart.capture.batch.batch import flatten
-from autopart.capture.guards import CaptureWarning
+from autopart.capture.python.guards import CaptureWarning
 from autopart.ir.errors import CaptureError, RefusedError
 from autopart.ir.size import Size
 

@@ -15,9 +15,9 @@ import torch
 from support.models.constant_values import AttrDict
 from torch import nn
 
+from autopart.batch.batch import flatten
 from autopart.capture import CaptureCache
-from autopart.capture.batch.batch import flatten
-from autopart.capture.guards import CaptureWarning
+from autopart.capture.python.guards import CaptureWarning
 from autopart.ir.size import Size
 
 ROWS = torch.arange(12.0).sin().reshape(2, 6)

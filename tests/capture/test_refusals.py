@@ -13,15 +13,15 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopart
+from autopart.batch.batch import flatten
 from autopart.capture import capture
-from autopart.capture.batch.batch import flatten
 from autopart.capture.cache import CaptureCache
-from autopart.capture.derive.family import capture_family
-from autopart.capture.derive.probe import run
-from autopart.capture.derive.reduction import loss_reduction
 from autopart.ir.errors import CaptureError, RefusedError
 from autopart.ir.graph import LossReduction
 from autopart.ir.size import Size
+from autopart.planning.derive.family import capture_family
+from autopart.planning.derive.probe import run
+from autopart.planning.derive.reduction import loss_reduction
 
 Body = Callable[..., Any]
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))

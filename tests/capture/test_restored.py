@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from autopart.batch.batch import flatten
 from autopart.capture import CaptureCache
-from autopart.capture.batch.batch import flatten
 from autopart.ir.errors import AutopartError, CaptureError
 from autopart.ir.size import Size
 

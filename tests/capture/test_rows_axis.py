@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import autopart
-from autopart.capture.batch.batch import BatchReader, flatten
+from autopart.batch.batch import BatchReader, flatten
 from autopart.ir.errors import AutopartError, BatchError, CaptureError, RefusedError, UsageError
 
 SIZE = 8

@@ -11,8 +11,8 @@ from support.grids import sampled
 from support.models.changed_constants import HOLDERS, Case
 from support.models.constant_values import VALUES
 
+from autopart.batch.batch import flatten
 from autopart.capture import CaptureCache
-from autopart.capture.batch.batch import flatten
 from autopart.ir.errors import AutopartError
 from autopart.ir.size import Size
 

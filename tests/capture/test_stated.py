@@ -12,13 +12,13 @@ from support.grids import sampled
 from torch import nn
 from torch.autograd import Function
 
-from autopart.capture.batch.batch import flatten
+from autopart.batch.batch import flatten
 from autopart.capture.cache import CaptureCache
-from autopart.capture.derive.family import capture_family
-from autopart.capture.derive.reduction import loss_reduction
 from autopart.ir.errors import RefusedError
 from autopart.ir.graph import LossReduction
 from autopart.ir.size import Size
+from autopart.planning.derive.family import capture_family
+from autopart.planning.derive.reduction import loss_reduction
 
 
 class L2Wrap(Function):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from autopart.capture.batch.batch import flatten
+from autopart.batch.batch import flatten
 from autopart.capture.capture import capture
 from autopart.ir.errors import RefusedError
 

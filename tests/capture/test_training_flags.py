@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from autopart.batch.batch import flatten
 from autopart.capture import CaptureCache, capture
-from autopart.capture.batch.batch import flatten
 from autopart.ir.size import Size
 
 

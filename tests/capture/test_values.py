@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import autopart
-from autopart.capture.guards import CaptureWarning
+from autopart.capture.python.guards import CaptureWarning
 
 Use = Callable[[nn.Module, torch.Tensor, Any], torch.Tensor]
 

@@ -13,11 +13,11 @@ import torch
 from support.models import settings
 from torch import nn
 
+from autopart.batch.batch import flatten
 from autopart.capture import CaptureCache
-from autopart.capture.batch.batch import flatten
-from autopart.capture.watch.changes import ModelWatch
-from autopart.capture.watch.closure_reads import Surroundings
-from autopart.capture.watch.observed import Observed
+from autopart.capture.python.watch.changes import ModelWatch
+from autopart.capture.python.watch.closure_reads import Surroundings
+from autopart.capture.python.watch.observed import Observed
 from autopart.ir.errors import RefusedError
 from autopart.ir.size import Size
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import autopart
+from autopart.batch.batch import flatten
 from autopart.capture import capture
-from autopart.capture.batch.batch import flatten
 
 ROWS, TOKENS, WIDTH = 4, 4, 4
 LOWEST = torch.finfo(torch.float64).min

@@ -16,7 +16,7 @@ from autopart.cli.main import main
 from autopart.cli.model_loader import load_model
 from autopart.cli.output import print_json
 from autopart.ir.errors import UsageError
-from autopart.session.compare import Difference, Verification
+from autopart.pipe.compare import Difference, Verification
 
 PLAIN = "import torch\nfrom torch import nn\n"
 DROPOUT = """

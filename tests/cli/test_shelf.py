@@ -12,8 +12,8 @@ import transformers
 
 import autopart
 from autopart.cli.main import main
-from autopart.cli.shelf.build import from_shelf
-from autopart.cli.shelf.config_file import read_config
+from autopart.extras.shelf.build import from_shelf
+from autopart.extras.shelf.config_file import read_config
 from autopart.ir.errors import UsageError
 
 PUBLISHED = Path(__file__).parents[1] / "support/shelf"

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from autopart.batch.batch import flatten
 from autopart.capture import Captured, capture
-from autopart.capture.batch.batch import flatten
 from autopart.costs.measure import environment, measure_costs
 from autopart.files.caches.kept import CacheWarning, read_kept, write_kept
 from autopart.ir.cluster import Device

@@ -10,8 +10,8 @@ import torch
 from support.models.zoo import CASES
 from torch import nn
 
+from autopart.batch.batch import flatten
 from autopart.capture import Captured, capture
-from autopart.capture.batch.batch import flatten
 from autopart.costs import profiler
 from autopart.costs.profiler import profile_costs
 from autopart.ir.cluster import Device

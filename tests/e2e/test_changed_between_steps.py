@@ -18,8 +18,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import autopart
+from autopart.extras.freezing import replan as replanning
+from autopart.extras.freezing.kept.activations import activations_of
 from autopart.ir.errors import RefusedError
-from autopart.session.replanning import replan as replanning
 
 WIDTH, TOKENS, ROWS, SAMPLES = 4, 3, 4, 8
 NUMBER = 1.0
@@ -277,7 +278,7 @@ def test_a_write_in_the_middle_of_a_pass_that_cannot_be_seen_is_refused_before_t
         assert not torch.allclose(read, exact[0]) and not torch.allclose(stale, exact[1])
         for part, loss in zip(parts, exact, strict=True):
             torch.testing.assert_close(step(part), loss)
-        assert pipe.session.activations.counts.read == 2 * ROWS
+        assert activations_of(pipe.session).counts.read == 2 * ROWS
         with torch.no_grad():  # what the message says
             for each in (model, plain):
                 each.layers[0].linear.weight[0, 0] += 1.0

@@ -14,8 +14,8 @@ from support.workers import Workers
 from torch import nn
 
 import autopart
+from autopart.extras.freezing.kept.activations import Counts
 from autopart.ir.errors import BatchError, RefusedError
-from autopart.session.step.kept.activations import Counts
 
 pytestmark = pytest.mark.timeout(240)
 WAY = [first(n) for n in (0, 2, 4, 4, 1, 0)]

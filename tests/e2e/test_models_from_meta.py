@@ -10,7 +10,7 @@ from support.jobs import meta_jobs as jobs
 from support.models.zoo import CASES
 
 from autopart.capture.trained import Trained
-from autopart.session.weights.initial import initial_values
+from autopart.extras.weights.initial import initial_values
 
 TWO_STAGES = {"stages": 2, "micro_batches": 2}
 

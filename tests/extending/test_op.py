@@ -9,14 +9,14 @@ from support.languages import own_op
 from support.workers import Workers
 
 import autopart
+from autopart.batch.batch import flatten
 from autopart.capture import Captured, capture
-from autopart.capture.batch.batch import flatten
-from autopart.capture.derive.rows import mark_rows
 from autopart.ir.graph import LossReduction
 from autopart.ir.size import Size
 from autopart.passes.loss.derive import UnprovenRows, derive_loss_weight
 from autopart.passes.ops.analytic_costs import saved_values
 from autopart.passes.ops.flops import flops
+from autopart.planning.derive.rows import mark_rows
 
 
 @pytest.fixture(scope="module")

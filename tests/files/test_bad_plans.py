@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import autopart
+from autopart.batch.batch import flatten
 from autopart.capture import CaptureCache
-from autopart.capture.batch.batch import flatten
 from autopart.files.clusters import parse_cluster
 from autopart.ir.errors import (
     BatchError,

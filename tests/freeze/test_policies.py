@@ -14,7 +14,7 @@ from support.languages.graphs import graph, graphs
 from support.workers import Workers
 
 import autopart
-from autopart.freeze.pipe_transformer import PipeTransformer, closed_form
+from autopart.extras.freezing.policies.pipe_transformer import PipeTransformer, closed_form
 from autopart.ir.errors import UsageError
 from autopart.ir.graph import Graph
 from autopart.passes.graph.prefixes import layers_of, prefix_of

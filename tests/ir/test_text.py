@@ -14,8 +14,8 @@ from support.languages.plans import decisions
 from support.languages.text import decision_text, graph_text
 from torch import nn
 
+from autopart.batch.batch import flatten
 from autopart.capture import capture
-from autopart.capture.batch.batch import flatten
 from autopart.ir.cost import Cost
 from autopart.ir.errors import GraphError, PlanError
 from autopart.ir.graph import Graph, Op, Param, Value, check

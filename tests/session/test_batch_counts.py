@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from support.oracles.loss_oracle import derive
 from torch import nn
 
+from autopart.batch.batch import flatten
 from autopart.capture import capture
-from autopart.capture.batch.batch import flatten
 from autopart.ir.errors import BatchError
 from autopart.ir.graph import LossReduction
 from autopart.ir.shares import Division

@@ -12,10 +12,15 @@ import torch
 from torch import fx, nn
 
 import autopart
+from autopart.batch.batch import flatten
 from autopart.capture import Captured, capture
-from autopart.capture.batch.batch import flatten
 from autopart.costs.profiler import Program
 from autopart.costs.sources import measured, source_for
+from autopart.extras.compiled import compiled_costs as module
+from autopart.extras.compiled.compiled_costs import compiled_costs
+from autopart.extras.compiled.inductor import Inductor
+from autopart.extras.compiled.saved_bytes import saved_by_call
+from autopart.extras.compiled.segments import segmented
 from autopart.files.caches.compiled_cache import OpCost
 from autopart.ir.cluster import Device
 from autopart.ir.graph import Graph
@@ -24,11 +29,6 @@ from autopart.passes.ops.analytic_costs import analytic_costs
 from autopart.passes.ops.cost_model import CostModel
 from autopart.runtime.stages.compiled_segment import CompiledSegment
 from autopart.runtime.stages.stage_module import StageModule
-from autopart.session.code import compiled_costs as module
-from autopart.session.code.compiled_costs import compiled_costs
-from autopart.session.code.inductor import Inductor
-from autopart.session.code.saved_bytes import saved_by_call
-from autopart.session.code.segments import segmented
 
 DEVICE = Device("cpu", 1 << 34, 100_000_000_000, 20_000_000_000)
 

@@ -10,10 +10,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import autopart
+from autopart.batch.batch import flatten
 from autopart.capture import Captured, capture
-from autopart.capture.batch.batch import flatten
 from autopart.passes.program.routing import edges
-from autopart.session.code.split import stage_module
+from autopart.stagecode.split import stage_module
 
 WIDTH = 6
 

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.workers import Workers
 
+from autopart.cli.host_costs import Spent, host_costs, measured_host
 from autopart.files.clusters import cluster_to_yaml, parse_cluster
 from autopart.ir.cluster import Cluster, HostCosts, check
 from autopart.ir.errors import ClusterError
 from autopart.report.cluster_table import cluster_table
-from autopart.session.pipe.host_costs import Spent, host_costs, measured_host
 
 HOST = HostCosts(compute_ns=16_500, message_ns=106_000, sum_ns=735_000, step_ns=484_000)
 DEVICES = parse_cluster("cpu:2")

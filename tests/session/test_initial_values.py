@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from autopart.capture.trained import Trained
+from autopart.extras.weights.initial import initial_values, require_initialiser
 from autopart.ir.errors import RefusedError
-from autopart.session.weights.initial import initial_values, require_initialiser
 
 CPU = torch.device("cpu")
 

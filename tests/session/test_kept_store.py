@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from autopart.session.step.kept import store as stores
-from autopart.session.step.kept.store import Extents, SampleStore
+from autopart.extras.freezing.kept import store as stores
+from autopart.extras.freezing.kept.store import Extents, SampleStore
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.bool, torch.int64)
 
@@ -129,7 +129,7 @@ def test_without_space_on_the_disk_a_warning_says_so_and_nothing_more_goes_there
 
 KILLED = """
 import sys, torch
-from autopart.session.step.kept.store import SampleStore
+from autopart.extras.freezing.kept.store import SampleStore
 store = SampleStore(0, 1 << 24, sys.argv[1])
 print("begun", flush=True)
 key = 0

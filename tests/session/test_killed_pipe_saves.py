@@ -133,6 +133,6 @@ def test_the_last_complete_checkpoint_is_loaded_after_a_kill_of_any_rank_at_any_
 
 
 if __name__ == "__main__":
-    for name in ("torch.distributed.tensor", "autopart.api", "autopart.session.pipe"):  # what children would import
+    for name in ("torch.distributed.tensor", "autopart.api", "autopart.pipe"):  # what children would import
         importlib.import_module(name)
     soak(Path(sys.argv[1]), *map(int, sys.argv[2:]))

@@ -13,15 +13,15 @@ from support.languages.plans import changed, example
 from support.workers import Workers
 
 import autopart
+from autopart.extras.metrics import log
+from autopart.extras.metrics.log import MetricsLog
+from autopart.extras.metrics.measured import drift_line
+from autopart.extras.metrics.meter import DRIFT_STEPS, Meter
+from autopart.extras.metrics.metrics import Metrics
 from autopart.ir.actions import parse_action
 from autopart.ir.errors import UsageError
 from autopart.ir.plan import Plan
 from autopart.ir.timeline import Span
-from autopart.session.metrics import log
-from autopart.session.metrics.log import MetricsLog
-from autopart.session.metrics.measured import drift_line
-from autopart.session.metrics.meter import DRIFT_STEPS, Meter
-from autopart.session.metrics.metrics import Metrics
 
 NUMBERS = Metrics(
     step=3, loss=2.5, grad_norm=1.25, skipped=False, loss_scale=None, step_s=0.2, predicted_s=0.1, rows_per_s=40.0,
@@ -179,7 +179,7 @@ class Steps:
 def test_a_meter_counts_the_steps_that_differ_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     meter, session = Meter(timed=True), Steps(planned())
     clock = iter([moment for seconds in [0.5] * DRIFT_STEPS + [0.1, 0.5] for moment in (0.0, seconds)])
-    monkeypatch.setattr("autopart.session.metrics.meter.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("autopart.extras.metrics.meter.time.perf_counter", lambda: next(clock))
     counts = []
     for _ in range(DRIFT_STEPS + 2):
         with meter.step(session):  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from torch import nn
 import autopart
 from autopart.files.checkpoints.folders import Root, complete
 from autopart.files.checkpoints.tensor_files import open_tensors
-from autopart.session.state.checkpoints.contents import Contents
+from autopart.state.contents import Contents
 
 CUDA_FREE = {"stages": 1, "micro_batches": 2}
 

@@ -11,13 +11,13 @@ from support.oracles.stages_in_process import Replayed, inputs_of, plan_for, rep
 from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autopart.batch.batch import flatten
 from autopart.capture import Captured, capture
-from autopart.capture.batch.batch import flatten
 from autopart.ir.cost import Cost
 from autopart.ir.graph import Graph, Op
 from autopart.passes.simulation.stage_costs import GraphIndex, redone_ns
 from autopart.runtime.stages.recompute import RecomputedGroup
-from autopart.session.code.stage_graph import convex_groups
+from autopart.stagecode.stage_graph import convex_groups
 
 ROWS, WIDTH = 4, 16
 

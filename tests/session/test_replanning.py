@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.jobs import replan_jobs as jobs
 from support.workers import Workers
 
-from autopart.session.replanning.carried import spread
+from autopart.extras.freezing.carried import spread
 
 pytestmark = pytest.mark.timeout(200)
 STEPS = 8

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import autopart
-from autopart.capture.batch.batch import Batch
+from autopart.batch.batch import Batch
 from autopart.runtime.engine import BatchPlan
 from autopart.runtime.group.world import World
-from autopart.session.code.stage_code import StageCode
+from autopart.stagecode.stage_code import StageCode
 
 Counted = Callable[[type, str], list[Any]]
 

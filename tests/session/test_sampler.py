@@ -16,9 +16,9 @@ from support.jobs.checkpoint_jobs import model
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import autopart
+from autopart.extras.sampler.sampler import DataPosition, Order, PositionedSampler, sampler_of
 from autopart.files.checkpoints.document import hash_of
 from autopart.ir.errors import CheckpointError, UsageError
-from autopart.session.state.sampler import DataPosition, Order, PositionedSampler, sampler_of
 
 
 def restarted(position: DataPosition) -> DataPosition:

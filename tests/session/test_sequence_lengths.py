@@ -13,8 +13,8 @@ from support.languages.docs import ROOT
 from torch import nn
 
 import autopart
+from autopart.batch.batch import flatten
 from autopart.capture import CaptureCache, cache
-from autopart.capture.batch.batch import flatten
 from autopart.ir.size import Size
 
 VOCAB, WIDTH = 11, 8

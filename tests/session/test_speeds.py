@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from autopart.extras.elastic.speeds import SKIPPED, WINDOW, Speeds, planned_ns, slowed
 from autopart.ir.cluster import Cluster, Device, Level, Link
 from autopart.ir.decision import Decision, Stage
 from autopart.ir.outlook import Estimate, Outlook
 from autopart.ir.plan import Plan, Provenance
-from autopart.session.replanning.speeds import SKIPPED, WINDOW, Speeds, planned_ns, slowed
 
 ESTIMATE = Estimate(10, 20, *[0] * 7)
 

@@ -10,8 +10,8 @@ from support.models.random_models import Random, batch_of, steps
 from support.oracles.one_process import gradient_error, gradients_of
 from support.oracles.stages_in_process import inputs_of, plan_for, replay, slices
 
+from autopart.batch.batch import flatten
 from autopart.capture import Captured, capture
-from autopart.capture.batch.batch import flatten
 from autopart.ir.errors import PlanError
 from autopart.ir.graph import Graph
 from autopart.passes.graph.atoms import free_ops

@@ -9,14 +9,14 @@ import torch
 from support.models.decoder import Shape, decoder
 from torch.profiler import ProfilerActivity, profile
 
+from autopart.batch.batch import flatten
 from autopart.capture import capture
-from autopart.capture.batch.batch import flatten
 from autopart.ir.actions import Slot
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Stage
 from autopart.ir.shares import Window
 from autopart.runtime.stages.stage import StageRunner
-from autopart.session.code.split import stage_module
+from autopart.stagecode.split import stage_module
 
 ROWS, SLOT = 8, Slot(0, 0)
 

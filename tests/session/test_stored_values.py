@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import autopart
+from autopart.extras.weights.stored import StoredValues
 from autopart.ir.errors import CheckpointError
-from autopart.session.weights.stored import StoredValues
 
 CPU = torch.device("cpu")
 VALUES = {"embed.weight": torch.randn(16, 8), "out.bias": torch.randn(4), "count": torch.tensor(7)}

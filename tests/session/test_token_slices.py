@@ -11,17 +11,17 @@ from support.oracles.sliced import CPU, analysed, future_shows, inputs_of, run_s
 from torch.nn import functional as F
 
 import autopart
+from autopart.batch.batch import flatten
 from autopart.capture import CaptureCache, capture
-from autopart.capture.batch.batch import flatten
-from autopart.capture.derive.token_axis import token_recipe
 from autopart.ir.errors import RefusedError, UsageError
 from autopart.ir.plan import Stage
 from autopart.ir.size import Size
 from autopart.passes.tokens.recipe import Recipe
+from autopart.planning.derive.token_axis import token_recipe
 from autopart.runtime.tensors import LocalTensors
-from autopart.session.code.slicing import SliceChecks
-from autopart.session.code.split import casts_of
-from autopart.session.code.token_slices import slice_stage
+from autopart.stagecode.slicing import SliceChecks
+from autopart.stagecode.split import casts_of
+from autopart.stagecode.token_slices import slice_stage
 
 LENGTHS = (7, 5, 3, 1)
 

@@ -13,12 +13,12 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 import autopart
+from autopart.batch.batch import flatten
 from autopart.capture import Captured, capture
-from autopart.capture.batch.batch import flatten
 from autopart.runtime.stages import stage_module
 from autopart.runtime.stages.recompute import RecomputedGroup
 from autopart.runtime.stages.weight_gradients import WeightGradient, product
-from autopart.session.code import split, weight_products
+from autopart.stagecode import split, weight_products
 
 WIDTH, ROWS, MICROS = 6, 3, 3
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopart.capture.reads.questions import Operand
+from autopart.capture.python.reads.questions import Operand
 
 
 def call_key(

@@ -20,14 +20,14 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from autopart.capture.batch.batch import Batch
-from autopart.capture.habits.habits import HABITS
-from autopart.capture.reads.data_dependent_errors import is_data_dependent, size_fix
-from autopart.capture.reads.host_reads import Asker
+from autopart.batch.batch import Batch
+from autopart.capture.python.habits.habits import HABITS
+from autopart.capture.python.reads.data_dependent_errors import is_data_dependent, size_fix
+from autopart.capture.python.reads.host_reads import Asker
+from autopart.capture.python.watch.observed import Observed, Observer, check_kept
+from autopart.capture.python.watch.values import ValueUsed, standing
 from autopart.capture.source_location import user_place
 from autopart.capture.trace.autocast import Autocast
-from autopart.capture.watch.observed import Observed, Observer, check_kept
-from autopart.capture.watch.values import ValueUsed, standing
 from autopart.ir.errors import AutopartError, CaptureError
 
 LossFn = Callable[[Any, Any], torch.Tensor]

@@ -16,7 +16,7 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from autopart.capture.batch.batch import Batch
+from autopart.batch.batch import Batch
 
 
 @contextlib.contextmanager

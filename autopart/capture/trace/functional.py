@@ -34,7 +34,7 @@ from torch.export.graph_signature import (
 )
 from torch.utils import _pytree as pytree
 
-from autopart.capture.reads.questions import Operand
+from autopart.capture.python.reads.questions import Operand
 from autopart.capture.source_location import user_line_of_text
 from autopart.capture.trace.equal_calls import call_key, frozen, tensor_kind
 from autopart.ir.errors import RefusedError

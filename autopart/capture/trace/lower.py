@@ -19,7 +19,7 @@ from torch import fx
 from torch.export import ExportedProgram, exported_program
 from torch.export.graph_signature import ExportGraphSignature
 
-from autopart.capture.habits.habits import HABITS
+from autopart.capture.python.habits.habits import HABITS
 from autopart.capture.source_location import user_line_of_text
 from autopart.capture.trace.autocast_regions import replace_region, spread_autocast
 from autopart.capture.trace.export import JVP_FIX

@@ -16,10 +16,10 @@ from unittest import mock
 
 import torch
 
-from autopart.capture.habits.habits import HABITS
-from autopart.capture.reads import host_reads
+from autopart.capture.python.habits.habits import HABITS
+from autopart.capture.python.reads import host_reads
+from autopart.capture.python.watch.observed import Observer
 from autopart.capture.trace.composite_ops import kept_whole, known_composite_ops
-from autopart.capture.watch.observed import Observer
 
 _PRIVATE = "2.11 to 2.13"
 

@@ -15,10 +15,10 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
-from autopart.capture.batch.batch import Batch
-from autopart.capture.guards import tied_names
-from autopart.capture.reads.data_dependent_errors import SIZE_FIX
-from autopart.capture.reads.sizes import BY_ROWS, is_by_rows
+from autopart.batch.batch import Batch
+from autopart.capture.python.guards import tied_names
+from autopart.capture.python.reads.data_dependent_errors import SIZE_FIX
+from autopart.capture.python.reads.sizes import BY_ROWS, is_by_rows
 from autopart.capture.source_location import user_line_of_text
 from autopart.capture.trace.gradients import gradient_nodes
 from autopart.ir.errors import CaptureError, RefusedError

@@ -1,6 +1,6 @@
 """Keep what was measured in compiled code on disk: <cache folder>/compiled/<key>.json, a file for each program.
 
-The key is made from all that the numbers depend on: program, torch, processor (`session.code.compiled_costs`).  A file
+The key is made from all that the numbers depend on: program, torch, processor (`stagecode.compiled_costs`).  A file
 is read under the rules of `kept`; one that is not valid is ignored with a warning and replaced.  A folder that cannot
 be written to is not an error.
 """

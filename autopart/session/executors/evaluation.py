@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+from autopart.batch.batch import Batch
 from autopart.capture import CaptureCache
-from autopart.capture.batch.batch import Batch
-from autopart.capture.derive.reduction import BatchRule, couples_rows, family_of_batch, loss_reduction, row_layouts
 from autopart.ir.errors import CaptureError, RefusedError, UsageError
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision
@@ -16,6 +15,7 @@ from autopart.ir.size import Size
 from autopart.passes.program.projection import project_plan
 from autopart.passes.program.routing import divided_values, route
 from autopart.passes.program.verify import forward_program
+from autopart.planning.derive.reduction import BatchRule, couples_rows, family_of_batch, loss_reduction, row_layouts
 from autopart.session.step.parts import micro_cut
 
 

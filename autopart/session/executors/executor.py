@@ -12,10 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopart.batch.batch import Batch
 from autopart.capture import CaptureCache, Captured
-from autopart.capture.batch.batch import Batch
-from autopart.capture.derive.reduction import WHOLE, BatchRule, family_of_batch, loss_reduction, rule_of
-from autopart.capture.derive.rows import require_same_program
 from autopart.ir.plan import Decision
 from autopart.ir.program import Program
 from autopart.ir.shares import parts
@@ -25,6 +23,8 @@ from autopart.options import Options
 from autopart.passes.program.messages import check_messages
 from autopart.passes.program.routing import divided_values
 from autopart.passes.program.stream import ring_programs, ring_ticks
+from autopart.planning.derive.reduction import WHOLE, BatchRule, family_of_batch, loss_reduction, rule_of
+from autopart.planning.derive.rows import require_same_program
 from autopart.runtime.activity import patient
 from autopart.runtime.engine import BatchPlan, Engine, StepOutcome
 from autopart.runtime.group.world import World
@@ -34,7 +34,6 @@ from autopart.runtime.sums.finite import unscale
 from autopart.runtime.sums.replicas import ReplicaSums, open_sums
 from autopart.runtime.sums.shared_values import SharedValues
 from autopart.runtime.tensors import LocalTensors
-from autopart.session.code.stage_code import StageCode
 from autopart.session.executors.evaluation import evaluation_program
 from autopart.session.executors.step_end import StepEnd, StepEnds
 from autopart.session.placement import Placement
@@ -61,6 +60,7 @@ from autopart.session.step.parts import (
     training_program,
 )
 from autopart.session.step.synced import open_statistics, require_weights, statistics_of, synced_stages
+from autopart.stagecode.stage_code import StageCode
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class Executor:
         statistics = statistics_of(self._world, decision, self._synced)
         self._code = StageCode(
             context.captures, decision, context.tensors, self._world.device, context.values.owners, statistics,
-            compiled=self._train and context.options.backend == "inductor",
+            backend=context.options.backend if self._train else "eager",
         )  # fmt: skip
         self._counts = BatchCounts(context.tensors, self._world.device)
         self._agreed: dict[tuple[int, ...], Shares | None] = {}

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from autopart.batch.batch import Batch
 from autopart.capture import Captured
-from autopart.capture.batch.batch import Batch
-from autopart.capture.derive.reduction import WHOLE, BatchRule
 from autopart.capture.recent import Recent
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision
 from autopart.ir.size import Size
 from autopart.passes.program.learning import with_forward_only
 from autopart.passes.program.projection import check_gradients_stay, project_plan
+from autopart.planning.derive.reduction import WHOLE, BatchRule
 from autopart.runtime.activity import patient
 from autopart.session.executors.evaluation import evaluated_rows, evaluation_decision, evaluation_rule
 from autopart.session.executors.executor import Executor, RankContext

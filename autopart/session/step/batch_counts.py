@@ -12,7 +12,7 @@ from autopart.ir.graph import LossReduction
 from autopart.runtime.activity import waiting
 from autopart.runtime.stages.stage_module import StageModule
 from autopart.runtime.tensors import LocalTensors
-from autopart.session.code.split import ancestors, cut
+from autopart.stagecode.split import ancestors, cut
 
 Inputs = Mapping[str, torch.Tensor]
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
+from autopart.batch.batch import Batch, split_rows
+from autopart.batch.stand_in import emptied
 from autopart.capture import Captured
-from autopart.capture.batch.batch import Batch, split_rows
-from autopart.capture.batch.stand_in import emptied
-from autopart.capture.reads.masks import with_masks
+from autopart.capture.python.reads.masks import with_masks
 from autopart.ir.errors import BatchError, RefusedError, UsageError
 from autopart.ir.plan import Decision
 from autopart.ir.shares import Division, parts

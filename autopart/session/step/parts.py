@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from autopart.capture.batch.batch import Batch, split_rows
+from autopart.batch.batch import Batch, split_rows
 from autopart.ir.actions import COMPUTES, FORWARD, Slot, parse_action
 from autopart.ir.errors import RefusedError
 from autopart.ir.graph import Graph
@@ -20,8 +20,8 @@ from autopart.passes.program.routing import route, tied
 from autopart.passes.program.verify import check_program
 from autopart.runtime.group.world import World
 from autopart.runtime.sums.replicas import Replicated
-from autopart.session.code.split import own_updates
 from autopart.session.placement import Placement
+from autopart.stagecode.split import own_updates
 
 ONE, SEVERAL = range(1, 2), range(2, 1 << 60)
 """Numbers of rows on which a model may run two programs."""

@@ -17,13 +17,13 @@ from support.models.zoo import CASES
 from support.oracles.loss_oracle import MICRO_ROWS, Bench, derive
 from torch import nn
 
+from autopart.batch.batch import Batch, flatten
 from autopart.capture import Captured, capture
-from autopart.capture.batch.batch import Batch, flatten
-from autopart.capture.derive.rows import mark_rows
 from autopart.ir.errors import CaptureError, RefusedError, UsageError
 from autopart.ir.graph import Graph, LossReduction
 from autopart.ir.size import Size
 from autopart.passes.loss.derive import UnprovenRows, derive_loss_weight
+from autopart.planning.derive.rows import mark_rows
 
 TOLERANCE = 1e-9
 pytestmark = pytest.mark.filterwarnings(

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from autopart.batch.batch import flatten
 from autopart.capture import Captured, capture
-from autopart.capture.batch.batch import flatten
 from autopart.ir.cluster import Device
 from autopart.ir.cost import check
 from autopart.passes.ops.analytic_costs import LAUNCH_NS, analytic_costs, saved_values

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import autopart
+from autopart.batch.batch import flatten
 from autopart.capture import CaptureCache, Captured
-from autopart.capture.batch.batch import flatten
 from autopart.costs.sources import measured
 from autopart.ir.cluster import Device
 from autopart.ir.size import Size

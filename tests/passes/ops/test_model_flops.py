@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from autopart.batch.batch import flatten
 from autopart.capture import CaptureCache
-from autopart.capture.batch.batch import flatten
 from autopart.ir.size import Size
 from autopart.passes.ops.model_flops import model_flops
 

@@ -20,8 +20,8 @@ def check(name: str) -> None:
     """Captures at 2, 4 and 5 rows: from the outer ones the one in between, and from the lower ones the upper."""
     from support.models.zoo import CASES
 
+    from autopart.batch.batch import flatten
     from autopart.capture import CaptureCache
-    from autopart.capture.batch.batch import flatten
 
     case = CASES[name]
     capturer, batch = CaptureCache(case.model()), flatten(case.data(12))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from autopart.session.code.inductor import CompileWarning
+from autopart.extras.compiled.inductor import CompileWarning
 from support.jobs.replica_jobs import Counts, replica_options
 from support.jobs.step_jobs import EVERY, compiled, fresh
 from support.oracles.one_process import Difference, Expected, difference

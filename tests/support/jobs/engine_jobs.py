@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopart.batch.batch import flatten
 from autopart.capture import Captured, capture
-from autopart.capture.batch.batch import flatten
 from autopart.ir.plan import Decision, Stage
 from autopart.passes.program.posting import with_posting
 from autopart.passes.program.routing import route
@@ -18,7 +18,7 @@ from autopart.passes.program.verify import check_program
 from autopart.runtime.engine import BatchPlan, Engine
 from autopart.runtime.group.world import World
 from autopart.runtime.stages.stage import StageRunner
-from autopart.session.code.split import stage_module
+from autopart.stagecode.split import stage_module
 from support.oracles import fake_nccl  # noqa: F401  registers the transport
 from support.oracles.one_process import gradient_error
 from support.oracles.stages_in_process import inputs_of, plan_for, replay, slices

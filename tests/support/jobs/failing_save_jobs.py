@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 import autopart
+from autopart.extras.checkpoints import saver
 from autopart.ir.errors import AutopartError
-from autopart.session.state.checkpoints import saver
 from support.jobs import checkpoint_jobs as jobs
 
 PLAN: dict[str, Any] = {"stages": 2, "micro_batches": 2}

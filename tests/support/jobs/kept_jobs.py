@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import autopart
-from autopart.session.replanning import replan as replanning
-from autopart.session.step.kept.activations import Counts
+from autopart.extras.freezing import replan as replanning
+from autopart.extras.freezing.kept.activations import Counts, activations_of
 from support.jobs.freeze_jobs import Net, first, freeze
 from support.jobs.replan_jobs import WIDTH
 from support.jobs.step_jobs import refusal_of
@@ -110,7 +110,7 @@ def trained(
                 found.losses.append(loss.item())
                 optimizer.step()
                 pipe.zero_grad()
-            activations = pipe.session.activations
+            activations = activations_of(pipe.session)
             found.counts.append(replace(activations.counts))
             found.used.append(activations.used_bytes)
             found.plans.append(pipe.plan)

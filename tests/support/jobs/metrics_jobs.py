@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import autopart
-from autopart.session.metrics.metrics import Metrics
+from autopart.extras.metrics.metrics import Metrics
 
 ROWS, TOKENS, VOCABULARY, WIDTH = 8, 6, 32, 16
 

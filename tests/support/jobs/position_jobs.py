@@ -16,8 +16,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 import autopart
+from autopart.extras.sampler.sampler import Order
 from autopart.ir.errors import UsageError
-from autopart.session.state.sampler import Order
 
 SEED = 5
 

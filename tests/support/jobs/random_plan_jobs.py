@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from autopart.batch.batch import flatten, split_rows
 from autopart.capture import CaptureCache
-from autopart.capture.batch.batch import flatten, split_rows
 from autopart.files.clusters import parse_cluster
 from autopart.ir.errors import RefusedError
 from autopart.ir.graph import Graph
@@ -23,7 +23,7 @@ from autopart.passes.program.messages import check_messages
 from autopart.passes.program.named import FAMILY
 from autopart.passes.program.routing import route
 from autopart.passes.program.verify import check_program
-from autopart.session.pipe.pipe import Pipe
+from autopart.pipe.pipe import Pipe
 from support.jobs.step_jobs import cluster
 from support.languages.text import decision_text
 from support.models.random_models import OPS, RANDOM_OPS, Random, batch_of

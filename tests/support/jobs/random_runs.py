@@ -18,8 +18,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import autopart
+from autopart.extras.sampler.sampler import Order
 from autopart.ir.errors import RefusedError
-from autopart.session.state.sampler import Order
 from support.jobs.script_events import Event, change, of_python
 from support.jobs.script_players import OPTIMIZERS, SAMPLES, UNKEPT, nudged
 from support.jobs.step_jobs import cluster

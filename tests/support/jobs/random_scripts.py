@@ -20,7 +20,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 import autopart
-from autopart.session.replanning import replan as replanning
+from autopart.extras.freezing import replan as replanning
 from support.jobs.random_runs import Run, Unbroken, drawn_run, lived
 from support.jobs.random_trainers import TrainerRun, difference, drawn_trainer
 from support.jobs.script_events import CALLS, SETTINGS, Event, change, draw, words

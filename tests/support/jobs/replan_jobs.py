@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import autopart
+from autopart.extras.freezing import carried
+from autopart.extras.freezing.replan import Replanned
 from autopart.runtime import moves
 from autopart.session import placement
-from autopart.session.replanning import carried
-from autopart.session.replanning.replan import Replanned
 from support.jobs.step_jobs import refusal_of
 
 ROWS, WIDTH = 12, 24

@@ -13,7 +13,7 @@ import autopart
 from autopart.ir.cluster import Cluster, Device, Level, Link
 from autopart.ir.errors import BatchError
 from autopart.options import read_options
-from autopart.session.pipe.pipe import Pipe
+from autopart.pipe.pipe import Pipe
 from support.jobs.sparse_jobs import Bag, batches, optimizers
 from support.jobs.step_jobs import EVERY, cluster, compiled, fresh, refusal_of
 from support.oracles.one_process import Difference, Expected, difference, plain_loss, plain_step

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import autopart
-from autopart.capture.batch.batch import flatten, split_rows
+from autopart.batch.batch import flatten, split_rows
 from autopart.files.clusters import parse_cluster
 from autopart.ir.errors import PlanError
 from autopart.ir.graph import Graph
@@ -26,7 +26,7 @@ from autopart.passes.program.orders import LOOP
 from autopart.passes.program.orders import placed as placed_on
 from autopart.passes.program.schedules import register
 from autopart.passes.program.verify import check_program
-from autopart.session.pipe.pipe import Pipe
+from autopart.pipe.pipe import Pipe
 from support.jobs import precision_jobs
 from support.jobs.step_jobs import EVERY, cluster, compiled, expected_of, fresh, refusal_of
 from support.languages.own_orders import OWN, drawn_order, registered

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import autopart
-from autopart.capture.batch.batch import split_rows
+from autopart.batch.batch import split_rows
 from autopart.ir.errors import RefusedError
 from support.jobs.script_events import CALLS, Event, change, scaled
 from support.jobs.step_jobs import cluster

@@ -20,7 +20,7 @@ from autopart.capture import CaptureCache
 from autopart.files.clusters import parse_cluster
 from autopart.ir.errors import AutopartError
 from autopart.options import read_options
-from autopart.session.pipe.pipe import Pipe
+from autopart.pipe.pipe import Pipe
 from support.models.causal_zoo import CAUSAL, REFUSED
 from support.models.peer_models import PEERS, tokens
 from support.models.small_models import SMALL, Small

@@ -11,7 +11,7 @@ from typing import Any
 
 
 def _install() -> None:
-    from autopart.session.pipe.pipe import Pipe
+    from autopart.pipe.pipe import Pipe
 
     left, step = int(os.environ["KILLED_STEP"]), Pipe.step
 

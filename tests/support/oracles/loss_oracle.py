@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopart.batch.batch import Batch, flatten
 from autopart.capture import Captured, capture
-from autopart.capture.batch.batch import Batch, flatten
-from autopart.capture.derive.probe import prove_rows, run
-from autopart.capture.derive.rows import mark_rows, require_same_program
 from autopart.ir.graph import Graph, LossReduction
 from autopart.ir.size import Size
 from autopart.passes.loss.derive import UnprovenRows, derive_loss_weight
-from autopart.session.code.split import ancestors, cut
+from autopart.planning.derive.probe import prove_rows, run
+from autopart.planning.derive.rows import mark_rows, require_same_program
+from autopart.stagecode.split import ancestors, cut
 
 MICRO_ROWS = (3, 2)
 CPU = torch.device("cpu")

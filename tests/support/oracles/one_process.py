@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autopart.capture.batch.batch import split_rows
+from autopart.batch.batch import split_rows
 from support.models.small_models import Small
 from support.models.zoo import Case
 

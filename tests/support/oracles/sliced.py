@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from autopart.batch.batch import flatten
 from autopart.capture import Captured
-from autopart.capture.batch.batch import flatten
 from autopart.capture.cache import CaptureCache
-from autopart.capture.derive.token_axis import Probed, fewer_tokens, sequence_length, shortened, token_recipe
 from autopart.ir.actions import Slot
 from autopart.ir.errors import RefusedError
 from autopart.ir.graph import Graph
@@ -21,11 +20,12 @@ from autopart.ir.shares import Window
 from autopart.ir.size import Size
 from autopart.passes.tokens.analysis import analyse
 from autopart.passes.tokens.recipe import Recipe, TokenLayout
+from autopart.planning.derive.token_axis import Probed, fewer_tokens, sequence_length, shortened, token_recipe
 from autopart.rng import current_key
 from autopart.runtime.stages.stage import StageRunner
 from autopart.runtime.stages.stage_module import StageSlices
-from autopart.session.code.slicing import every_query_sees
-from autopart.session.code.token_slices import slice_stage
+from autopart.stagecode.slicing import every_query_sees
+from autopart.stagecode.token_slices import slice_stage
 
 CPU = torch.device("cpu")
 

@@ -1,0 +1,148 @@
+"""What the hosts of this machine spend on a step besides its ops: processor time of real steps, less that of the ops.
+
+A model of 24 small layers is trained for some steps under four plans, and as it is, in plain torch.  What a rank needs
+beyond plain torch is the host's: of one micro-batch and of many it tells the time of a compute and of a step, of two
+stages that of a message, of replicas that of a sum.  On CPUs the threads that carry messages count too, since they run
+on the cores that compute; beside GPUs the main thread alone.  Processor time does not count waiting; what a rank waits
+for the others once a step, in the exchange that ends it, is a message around the ring of all ranks.
+
+The least of many steps counts, since other work on the machine only adds.  Wrong where what is fixed here grows with
+the model (the number of its parameters, of values between stages), and for optimizers: to update many small parameters
+takes a host longer than their bytes say.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopart.capture import CaptureCache
+from autopart.costs.detect import detect, rounded
+from autopart.ir.cluster import UNMEASURED, Cluster, HostCosts
+from autopart.options import read_options
+from autopart.pipe.pipe import Pipe
+from autopart.runtime.launch.local import launch, under_torchrun
+
+_LAYERS, _WIDTH, _MICROS, _ROWS = 24, 16, 16, 32
+_WARM_UPS, _STEPS = 5, 60
+_LIMIT_S = 300.0
+"""Time limit of the local processes."""
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Nanoseconds of processor time that all ranks of a plan spend on a step, less those of its ops.
+
+    one: of one micro-batch on one rank.  many: of `micros`.  staged: of one micro-batch in two stages.  replicated: of
+    one, on all `world` ranks.  The last two are None where there is one rank.
+    """
+
+    one: float
+    many: float
+    staged: float | None = None
+    replicated: float | None = None
+    micros: int = _MICROS
+    world: int = 1
+
+
+def detect_all(ranks: int | None = None) -> Cluster:
+    """Measure this machine as `costs.detect` does, and what its hosts spend; under torchrun all machines of the launch.
+
+    Takes about half a minute.  Raises as `detect`.
+    """
+    found = detect(ranks)
+    limit: dict[str, Any] = {} if under_torchrun() else {"timeout": _LIMIT_S}
+    host: HostCosts = launch(measured_host, found.world, found, **limit)[0]
+    return replace(found, host=host)
+
+
+def measured_host(cluster: Cluster) -> HostCosts:
+    """Return what a rank's host spends; every rank calls it and returns the same."""
+    threads, world = torch.get_num_threads(), cluster.world
+    torch.set_num_threads(1)
+    try:
+        spent = Spent(
+            _spent(cluster, (0,), stages=1, replicas=1, micro_batches=1),
+            _spent(cluster, (0,), stages=1, replicas=1, micro_batches=_MICROS),
+            _spent(cluster, (0, 1), stages=2, replicas=1, micro_batches=1) if world > 1 else None,
+            _spent(cluster, range(world), stages=1, replicas=world, micro_batches=1, zero=0) if world > 1 else None,
+            world=world,
+        )
+    finally:
+        torch.set_num_threads(threads)
+    return host_costs(spent, (world - 1) * cluster.levels[-1].link.latency_ns)
+
+
+def host_costs(spent: Spent, waited_ns: int) -> HostCosts:
+    """Return the costs that explain what ranks spend, each at least 0.  waited_ns: for other ranks, once a step.
+
+    m micro-batches on one rank take step + 2 m compute.  Two stages and one micro-batch take two steps, four computes
+    and two messages with two ends each.  n replicas take n steps, 2 n computes, and n times the sum of one bucket.
+    """
+    compute = max(0.0, (spent.many - spent.one) / (2 * (spent.micros - 1)))
+    step = max(0.0, spent.one - 2 * compute)
+    message = summed = 0.0
+    if spent.staged is not None:
+        message = max(0.0, (spent.staged - 2 * step - 4 * compute) / 4)
+    if spent.replicated is not None:
+        summed = max(0.0, spent.replicated / spent.world - step - 2 * compute)
+    return HostCosts(*(rounded(ns) if ns >= 1 else 0 for ns in (compute, message, summed, step + waited_ns)))
+
+
+def _spent(cluster: Cluster, ranks: Sequence[int], **options: Any) -> float:
+    """Return the processor time that these ranks, which run stages, spend on a step besides its ops.  Collective.
+
+    All ranks run the ops at the same time; the fastest one counts.
+    """
+    replicas, micros = options["replicas"], options["micro_batches"]
+    asked = read_options(loss_fn=_loss, optimizer="sgd", costs="analytic", cache=False, schedule="1f1b", **options)
+    batch = _batch(_ROWS)
+    clock = time.process_time_ns if cluster.kind == "cpu" else time.thread_time_ns
+    with Pipe(CaptureCache(_model(), _loss), replace(cluster, host=UNMEASURED), asked, batch) as pipe:
+        mine = _least_ns(lambda: pipe.step(batch), list(pipe.parameters()), clock)
+        ops = _plain_ns(_ROWS // (replicas * micros), micros)
+        found = pipe.session.world.gather_numbers([mine, ops])
+        pipe.close(sync=False)
+    spent: float = sum(found[rank][0] for rank in ranks) - replicas * min(row[1] for row in found)
+    return spent
+
+
+def _plain_ns(rows: int, micros: int) -> float:
+    """Return the processor time of the ops of a step, in plain torch.  rows: of each micro-batch."""
+    model, (given, wanted) = _model(), _batch(max(1, rows))
+
+    def step() -> None:
+        for _ in range(micros):
+            torch.autograd.backward(_loss(model(given), wanted) / micros)
+
+    return _least_ns(step, list(model.parameters()), time.thread_time_ns)
+
+
+def _least_ns(step: Callable[[], object], parameters: Sequence[nn.Parameter], clock: Callable[[], int]) -> float:
+    """Return the least nanoseconds of processor time for a step that begins without gradients."""
+    taken = []
+    for number in range(_WARM_UPS + _STEPS):
+        for parameter in parameters:
+            parameter.grad = None
+        began = clock()
+        step()
+        if number >= _WARM_UPS:
+            taken.append(clock() - began)
+    return float(min(taken))
+
+
+_loss = nn.functional.mse_loss
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS)))
+
+
+def _batch(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.ones(rows, _WIDTH), torch.zeros(rows, _WIDTH)

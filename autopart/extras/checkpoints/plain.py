@@ -1,0 +1,132 @@
+"""Checkpoints of a plain model in one process: loaded from those of a pipe, and written for one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopart.capture.python.guards import tied_names
+from autopart.capture.trained import Trained
+from autopart.extras.checkpoints.loading import Staged, Wanted, adopt_optimizers, staged, value_for
+from autopart.extras.checkpoints.saver import require_folder, unwritable
+from autopart.extras.checkpoints.saving import Draft, config_text, publish, write_part
+from autopart.files.checkpoints.document import OPTIMIZER, Document, read_document
+from autopart.files.checkpoints.folders import Root, read_at
+from autopart.files.checkpoints.stored import opened
+from autopart.files.checkpoints.values import decoded, encoded
+from autopart.state.around import version
+from autopart.state.contents import Contents, tied_once
+from autopart.state.extra_state import EXTRA_STATE, give_extra_state, saved_extra_state, warn_of_unsaved
+from autopart.state.optimizers import (
+    GivenOptimizer,
+    groups_of,
+    joined,
+    matched,
+    optimizers_of,
+    part_of,
+)
+from autopart.state.schedulers import (
+    GivenScheduler,
+    saved_schedulers,
+    scheduler_state,
+    schedulers_of,
+)
+
+
+def load_into(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    optimizer: GivenOptimizer = None,
+    scheduler: GivenScheduler = None,
+) -> Any:
+    """Load a checkpoint into a plain model, its optimizer and its scheduler, in one process; returns `extra`.
+
+    folder: as for `Pipe.load`.  The checkpoint may have been written by a pipe under any plan, or by `save_from`.
+    Everything is read and compared with its hash first: after a CheckpointError nothing has changed.
+    """
+    optimizers, schedulers = optimizers_of(optimizer), schedulers_of(scheduler)
+    own, names = _own(model)
+    trained = Trained(model)
+
+    def read(path: Path) -> tuple[Document, Staged, list[dict[str, Any]]]:
+        document = read_document(path)
+        saved = document.optimizer
+        sources = matched([groups_of(optimizers, names)], saved) if optimizers and saved is not None else ()
+        wanted = Wanted(own, frozenset(own), names, trained)
+        found = staged(opened(path, document), wanted, optimizers, sources, ())
+        return document, found, saved_schedulers(document, schedulers, optimizers, sources)
+
+    document, found, schedules = read_at(folder, read)
+    extra = decoded(document.extra, "extra")
+    _copy(own, found)
+    give_extra_state(trained, found.extra_state)
+    if trained.own_loading():  # what its hooks do besides, such as values that they derive
+        try:
+            trained.load_state_dict(trained.state_dict(), strict=False)
+        finally:
+            _copy(own, found)  # its state_dict() may round
+    if optimizers and document.optimizer is not None:
+        adopt_optimizers(optimizers, names, document.optimizer, found)
+    for each, state in zip(schedulers, schedules, strict=True):
+        each.load_state_dict(state)
+    return extra
+
+
+def save_from(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    optimizer: GivenOptimizer = None,
+    scheduler: GivenScheduler = None,
+    extra: Any = None,
+    *,
+    step: int = 0,
+    keep: int | None = None,
+) -> Path:
+    """Save a checkpoint of a plain model in one process, which a pipe can load under any plan; returns its folder.
+
+    step: training steps taken, which the pipe goes on counting.  Else as `Pipe.save`.  Raises CheckpointError."""
+    require_folder(folder, keep)
+    optimizers, schedulers = optimizers_of(optimizer), schedulers_of(scheduler)
+    own, names = _own(model)
+    part = part_of(optimizers, names) if optimizers else None
+    more = {} if part is None else {f"{OPTIMIZER}/{key}/{name}": tensor for (name, key), tensor in part.tensors.items()}
+    states, tensors = saved_extra_state(Trained(model).stateful())
+    warn_of_unsaved(Trained(model))
+    document = Document(
+        step,
+        torch.__version__,
+        version(),
+        {},
+        companions={EXTRA_STATE: states} if states else {},
+        optimizer=joined([part]),
+        scheduler=scheduler_state(schedulers, optimizers),
+        extra=encoded(extra, "extra"),
+    )
+    try:
+        root = Root(Path(folder))
+        try:
+            draft = Draft(root.draft(step), document, 0)
+            write_part(draft, Contents(own, more | tensors, part))
+            return publish(draft, root, keep, config_text(model))
+        finally:
+            root.close()
+    except OSError as error:
+        raise unwritable(Path(folder), error) from error
+
+
+def _own(model: nn.Module) -> tuple[dict[str, torch.Tensor], Mapping[int, str]]:
+    """Return the parameters and persistent buffers of a model, tied ones once, and the names of its parameters."""
+    trained = Trained(model)
+    tied = tied_names(trained)
+    return tied_once(trained.tensors(), tied), {id(parameter): name for name, parameter in trained.named_parameters()}
+
+
+def _copy(own: Mapping[str, torch.Tensor], found: Staged) -> None:
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(value_for(tensor, name, found))

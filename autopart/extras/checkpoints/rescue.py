@@ -1,0 +1,175 @@
+"""What a rank keeps in the memory of the host when another one is lost, so that the steps since the last save are not
+lost with it.
+
+A rank writes all whose newest value it has, in one part for each set of ranks that have the same tensors: so two ranks
+write equal parts or ones without a common tensor, and `rescued` can join them.  Ranks that share an optimizer state
+(ZeRO-1) have nothing in common.
+
+The state is that after a complete step at the beginning of `step`, which fails without a trace, if no gradient of an
+earlier one waits for the optimizer; and in `save`, where the script says so.  A rank that learns of the loss in another
+call keeps nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from autopart.extras.checkpoints.rescued import WHY, place_of, rank_folder
+from autopart.extras.checkpoints.saving import Draft, write_part
+from autopart.files.checkpoints.document import NAME, write_document
+from autopart.files.storage import write_whole
+from autopart.ir.errors import CheckpointError
+from autopart.launcher import restart_count
+from autopart.runtime.activity import KEEPING, NOTHING, READY_TO_KEEP, current
+from autopart.runtime.effects import first_line, is_effect
+from autopart.session.ranks.call_sync import STEP_FAILED
+from autopart.session.session import Session
+from autopart.state.around import Around, Told, document_of
+from autopart.state.contents import contents_with, own_state, updated_buffers
+from autopart.state.optimizers import Optimizers
+from autopart.state.schedulers import HasState, scheduler_state
+from autopart.state.shares import by_keepers
+
+_following: WeakSet[Rescue] = WeakSet()
+"""The pipes of this process that would keep their state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What belongs to a run, as it was last loaded or saved (`Pipe.load`, `Pipe.save`).  extra: of the user."""
+
+    folder: str | os.PathLike[str]
+    optimizers: Optimizers
+    schedulers: Sequence[HasState]
+    extra: Any = None
+
+
+class Rescue:
+    """What one pipe would keep; nothing, unless its launch has a folder in memory."""
+
+    def __init__(self) -> None:
+        self._kept: Kept | None = None
+        self._folder = Path()
+        self._unstepped: Mapping[str, Any] | None = None
+        self._changed = ""
+        self._others: set[int] = set()
+        self._unwatch: Callable[[], None] = lambda: None
+
+    def follow(self, kept: Kept, around: Around, rank: int) -> None:
+        """Keep this state from now on.  Called at a load or a save."""
+        place = place_of(kept.folder)
+        if place is None or (Path(kept.folder) / NAME).is_file():  # a checkpoint by its own path: not of this run
+            return
+        self._folder = rank_folder(place, restart_count(), rank)
+        try:
+            self._unstepped = _moving(around)
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.mkdir(parents=True, mode=0o700)
+        except (OSError, CheckpointError):  # nothing can be kept, and training goes on
+            return
+        if self._kept is None:
+            self._unwatch = register_optimizer_step_pre_hook(self._note_optimizer).remove
+        self._kept = kept
+        self._others.clear()
+        _following.add(self)
+        current().keeping = READY_TO_KEEP
+
+    def _note_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Note what is updated by an optimizer that no load or save was given."""
+        if self._kept is not None and optimizer not in self._kept.optimizers:
+            self._others.update(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
+
+    def begin_step(self, around: Callable[[Kept], Around]) -> None:
+        """Notice what the script changes between a load or a save and the next step: it would do so twice for one step,
+        if training went on from that step's beginning."""
+        if self._kept is None or self._unstepped is None:
+            return
+        now, before, self._unstepped = _moving(around(self._kept)), self._unstepped, None
+        changed = [title for title in before if title in now and now[title] != before[title]]
+        self._changed = self._changed or next(iter(changed), "")
+
+    def keep(self, session: Session, around: Callable[[Kept], Around], doing: str, error: BaseException) -> None:
+        """Write the state of this rank, or why that is not the state after a step; raises nothing.  doing: the call
+        that failed."""
+        if self._kept is None or not is_effect(error):
+            return
+        status, rank = current(), session.world.rank
+        status.keeping = KEEPING
+        try:
+            why = self._refusal(session, self._kept, doing)
+            if not why:
+                self._write(session, around(self._kept), self._kept.extra)
+        except Exception as failed:  # a second error must not hide the first
+            why = first_line(failed)
+        if why:
+            with suppress(OSError):
+                write_whole(self._folder / WHY, f"rank {rank}: {why}")
+        status.keeping = NOTHING
+
+    def _refusal(self, session: Session, kept: Kept, doing: str) -> str:
+        """Return why the present state is not that after a complete step, or ""."""
+        if len(_following) > 1:
+            return "it trains several pipes, which may have made different numbers of steps"
+        if not kept.optimizers:
+            return "no optimizer was passed to load or save"
+        if doing == "save":
+            return ""
+        if doing != STEP_FAILED:
+            return f"it was not in pipe.step, but in a call between two steps ({doing})"
+        if kept.extra is not None:
+            return "extra= of the last save is not known to be that of this step"
+        if self._changed:
+            return f"the script changes the {self._changed} between a load or a save and the next step"
+        if session.captures.trained.stateful():
+            return "modules have extra state, and what counts may be that of the rank that was lost"
+        driven = session.tensors.driven.values()
+        if any(map(_pending, driven)):
+            return "gradients of earlier steps wait for the optimizer"
+        if self._others.intersection(map(id, driven)):
+            return "its parameters are updated by an optimizer that was not passed to load or save"
+        return ""
+
+    def _write(self, session: Session, around: Around, extra: Any) -> None:
+        rank, placement = session.world.rank, session.context.placement
+        groups = by_keepers(own_state(session), placement, updated_buffers(session))
+        given = around.optimizers, around.companions, around.placeholder
+        told = Told.of(contents_with(session, (), *given).optimizer, around, extra)
+        document = replace(document_of(session, [told], around.step), world=len(groups))
+        for number, (ranks, names) in enumerate(groups.items()):
+            if rank in ranks or not ranks:
+                write_part(Draft(self._folder, document, number), contents_with(session, names, *given))
+        write_document(self._folder, document)
+
+    def end(self) -> None:
+        """Keep nothing any more: the pipe is closed."""
+        if self._kept is None:
+            return
+        self._kept = None
+        self._unwatch()
+        _following.discard(self)
+        current().keeping = NOTHING
+        with suppress(OSError):
+            self._folder.rmdir()  # only if nothing was kept there
+
+
+def _moving(around: Around) -> dict[str, Any]:
+    """Return what the script moves on in every step, besides the optimizer.  Not the position in the data, which moves
+    by itself."""
+    companions = {title: each.state() for title, each in around.companions.items() if title != "data"}
+    return {"scheduler": scheduler_state(around.schedulers, around.optimizers), **companions}
+
+
+def _pending(tensor: torch.Tensor) -> bool:
+    """Whether a gradient is there that would still change a parameter."""
+    grad = tensor.grad
+    return grad is not None and (grad.layout != torch.strided or bool(grad.count_nonzero()))

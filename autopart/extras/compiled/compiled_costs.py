@@ -1,0 +1,112 @@
+"""Costs of ops as compiled stages run them: the whole model is compiled in segments, and these are run and timed.
+
+Only whole segments exist, so what one takes is divided among its ops: its time like their times without compiling, and
+the bytes that it keeps for its backward like the bytes that its ops would keep.  A compiler keeps less than autograd:
+it computes again what is cheap.  The code is found again on disk when the stages are compiled, if their micro-batches
+have as many rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from autopart.capture import Captured
+from autopart.costs.measure import environment
+from autopart.costs.profiler import Program, affordable, made_up_inputs, profile_code
+from autopart.costs.sources import CostedGraph, auto
+from autopart.extras.compiled.inductor import Inductor
+from autopart.extras.compiled.saved_bytes import saved_by_call
+from autopart.files.caches.compiled_cache import OpCost, find_program, keep_program
+from autopart.ir.cluster import Device
+from autopart.ir.graph import Graph
+from autopart.ir.plan import Stage
+from autopart.passes.ops.analytic_costs import analytic_costs
+from autopart.passes.ops.casts import without_casts
+from autopart.runtime.effects import first_line
+from autopart.runtime.stages.compiled_segment import CompiledSegment
+from autopart.stagecode.split import stage_module
+from autopart.stagecode.stage_code import specs_of
+
+BUDGET_S = 3.0
+"""Seconds of the runs, without compiling."""
+_LARGEST_S = 4 * BUDGET_S
+"""A program that is expected to take a quarter of this for one micro-batch is not run."""
+
+
+def compiled_costs(captured: Captured, device: Device) -> CostedGraph:
+    """Measure times and saved bytes on this machine in compiled code; ops that are not compiled have their own.
+
+    A program that is too large or too slow for this process, or does not run on made-up inputs, gets the costs of
+    `costs="auto"`, and so does one on another kind of device or without weights.
+    """
+    plain = auto(captured, device)
+    if plain.source != "measured":
+        return plain
+    graph, key = plain.graph, _key(plain.graph, device)
+    found = find_program(key)
+    if found is None or len(found) != len(graph.ops):
+        if not affordable(analytic_costs(captured.graph, device), device, _LARGEST_S):
+            return replace(plain, notes=(*plain.notes, "costs: this program is too large to measure it compiled"))
+        try:
+            found = _measured(captured, graph, torch.device(device.kind))
+        except Exception as error:  # an op may reject made-up inputs
+            why = f"costs: compiled code cannot be measured, {type(error).__name__}: {first_line(error)}"
+            return replace(plain, notes=(*plain.notes, why))
+        keep_program(key, found)
+    note = f"costs: measured in compiled code, {len(found)} ops"
+    return CostedGraph(without_casts(_with_costs(graph, found)), "compiled", (note,))
+
+
+def _key(graph: Graph, device: Device) -> str:
+    """Return a name for a program on this machine.  Segments end where the layer changes, so modules count."""
+    modules = [op.module for op in graph.ops]
+    return hashlib.sha256(f"{environment(device)}\n{graph.shape_digest()}\n{modules}".encode()).hexdigest()
+
+
+def _with_costs(graph: Graph, costs: Sequence[OpCost]) -> Graph:
+    ops = (
+        replace(op, cost=replace(op.cost, fwd_ns=forward, bwd_ns=backward, saved_bytes=saved))
+        for op, (forward, backward, saved) in zip(graph.ops, costs, strict=True)
+    )
+    return replace(graph, ops=tuple(ops))
+
+
+def _measured(captured: Captured, graph: Graph, where: torch.device) -> tuple[OpCost, ...]:
+    """Compile a program and run it.  graph: with the costs of the ops by themselves.  Raises what its ops raise."""
+    everything = Stage(tuple(op.name for op in graph.ops), (0,))
+    code = stage_module(captured, (), 0, everything, where, eager=False)
+    code = Inductor(graph.op_map()).compile(code, captured.tensors, specs_of(graph), (), where)
+    made, names = made_up_inputs(captured, where), captured.names
+    nodes = captured.module.graph.find_nodes(op="placeholder")
+    leaves = {names.params[node.name]: made[node.name] for node in nodes if node.name in names.params}
+    given = {names.value(node): made[node.name] for node in nodes if node.name not in names.params}
+    inputs = [*code.arguments(leaves), *(given[name] for name in code.inputs)]
+    times = profile_code(Program(code.module, inputs, code.outputs.index(graph.outputs[0]), where), BUDGET_S)
+    saved = saved_by_call(code.module, inputs)
+    found = _divided(code.module, graph, {name: (*times[name], saved.get(name, 0)) for name in times})
+    return tuple(found[op.name] for op in graph.ops)
+
+
+def _divided(module: fx.GraphModule, graph: Graph, costs: Mapping[str, OpCost]) -> dict[str, OpCost]:
+    """Return the costs of each op.  costs: of ops and of segments.  O(ops)."""
+    alone = {op.name: (op.cost.fwd_ns, op.cost.bwd_ns, op.cost.saved_bytes) for op in graph.ops}
+    found = {name: costs.get(name, (1, 0, 0)) for name in alone}  # a cast is made once a step, outside of the code
+    for node in module.graph.find_nodes(op="call_module"):
+        segment = module.get_submodule(str(node.target))
+        assert isinstance(segment, CompiledSegment)
+        inside = [inner.name for inner in segment.body.graph.nodes if inner.name in alone]
+        parts = [_shares(whole, [alone[name][i] for name in inside]) for i, whole in enumerate(costs[node.name])]
+        for name, forward, backward, saved in zip(inside, *parts, strict=True):
+            found[name] = max(1, forward), backward, saved
+    return found
+
+
+def _shares(whole: int, parts: Sequence[int]) -> list[int]:
+    """Divide a number in proportion to parts; evenly where all of them are 0."""
+    total = sum(parts)
+    return [round(whole * part / total) if total else whole // len(parts) for part in parts]

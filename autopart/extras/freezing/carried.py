@@ -1,0 +1,149 @@
+"""The state of an optimizer and of companions, moved directly to the ranks that keep the parameters under another plan.
+
+The optimizer stays the same object: its parameter groups get the parameters that this rank keeps now, and a scheduler
+that drives it goes on."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from autopart.files.checkpoints.document import OptimizerState
+from autopart.ir.errors import CheckpointError, UsageError
+from autopart.runtime.moves import move_tensors
+from autopart.session.executors.executor import RankContext
+from autopart.session.ranks.agreement import together
+from autopart.session.session import Session
+from autopart.state.contents import driven_names
+from autopart.state.optimizers import Optimizers, adopt_state, groups_with, joined, part_of
+
+_MOVING = "moving the optimizer's state to another plan"
+T = TypeVar("T")
+Key = tuple[str, str]
+"""Name of a parameter, and what the optimizer calls a part of its state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Shape and dtype of a tensor that another rank has."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def carrying(session: Session, optimizers: Optimizers, placeholder: nn.Parameter) -> Callable[[RankContext], None]:
+    """Check this rank's optimizers, and return what moves its state once the ranks hold what another plan gives them.
+
+    placeholder: the parameter of a rank that trains none.  Collective, and so is what is returned.  Raises UsageError
+    on all ranks, before anything is changed, for state that has no name, and for optimizers that differ between ranks.
+    Bytes sent: of the state of the parameters that move, each from one rank to the ranks that keep it now."""
+    world = session.world
+    with together(world, _MOVING):
+        names = driven_names(session, placeholder)
+        try:
+            part = part_of(optimizers, names)
+        except CheckpointError as error:
+            raise _not_carried(error) from error
+    kinds = {key: Kind(tuple(tensor.shape), tensor.dtype) for key, tensor in part.tensors.items()}
+    told = world.gather_objects((part.without_tensors(), kinds))
+    try:
+        whole = joined([each for each, _ in told])
+    except CheckpointError as error:
+        raise world.known(_not_carried(error)) from error
+    assert whole is not None
+    where: dict[Key, Kind] = {}
+    having: dict[Key, list[int]] = {}
+    for rank, (_, own) in enumerate(told):
+        for key, kind in own.items():
+            where.setdefault(key, kind)
+            having.setdefault(key, []).append(rank)
+
+    def moved(context: RankContext) -> None:
+        wanting = context.placement.keepers
+        arriving = {
+            key: torch.empty(kind.shape, dtype=kind.dtype, device="cpu" if key[1] == "step" else world.device)
+            for key, kind in where.items()
+            if world.rank in wanting.get(key[0], ()) and world.rank not in having[key]
+        }
+        sizes = {key: kind.nbytes for key, kind in where.items()}
+        found = spread(having, {key: wanting.get(key[0], ()) for key in where}, sizes)
+        routes = [(_joined(key), source, target) for key, source, target in found]
+        move_tensors(world, routes, {_joined(key): tensor for key, tensor in {**part.tensors, **arriving}.items()})
+        _give(optimizers, whole, {**part.tensors, **arriving}, _kept(session, context, optimizers, names), placeholder)
+
+    return moved
+
+
+def spread(
+    having: Mapping[T, Sequence[int]], wanting: Mapping[T, Sequence[int]], sizes: Mapping[T, int]
+) -> list[tuple[T, int, int]]:
+    """Return routes to every rank that wants a tensor and lacks it, from the one that sends fewest bytes until then
+    among those that have it.  O(routes * ranks that have a tensor)."""
+    routes: list[tuple[T, int, int]] = []
+    sent: Counter[int] = Counter()
+    for key, sources in having.items():
+        for target in wanting[key]:
+            if target not in sources:
+                source = min(sources, key=lambda rank: (sent[rank], rank))
+                sent[source] += sizes[key]
+                routes.append((key, source, target))
+    return routes
+
+
+def _joined(key: Key) -> str:
+    return "\0".join(key)
+
+
+def _kept(
+    session: Session, context: RankContext, optimizers: Optimizers, names: Mapping[int, str]
+) -> dict[str, nn.Parameter]:
+    """Return the parameters that this rank's optimizers may update now, by name: those that it keeps, and, of what it
+    has, those that no stage uses."""
+    rank, placement = session.world.rank, context.placement
+    kept = {name: t for name, t in context.tensors.driven.items() if placement.keeps(rank, name)}
+    unused = {
+        name: parameter
+        for _, group in groups_with(optimizers)
+        for parameter in group["params"]
+        if (name := names[id(parameter)]) and name not in placement.holders
+    }
+    return {name: tensor for name, tensor in {**unused, **kept}.items() if isinstance(tensor, nn.Parameter)}
+
+
+def _give(
+    optimizers: Optimizers,
+    whole: OptimizerState,
+    tensors: Mapping[Key, torch.Tensor],
+    kept: Mapping[str, nn.Parameter],
+    placeholder: nn.Parameter,
+) -> None:
+    """Put the parameters that this rank keeps now into the groups of the optimizers, with their state.  Local."""
+    groups = [group for _, group in groups_with(optimizers)]
+    for group, saved in zip(groups, whole.groups, strict=True):
+        own = [name for name in saved.names if name in kept]
+        group["params"] = [kept[name] for name in own]
+        if "param_names" in group:
+            group["param_names"] = own
+    if not any(group["params"] for group in groups):
+        groups[0]["params"] = [placeholder]
+        if "param_names" in groups[0]:
+            groups[0]["param_names"] = [""]
+    for optimizer in optimizers:
+        optimizer.state.clear()
+    names = {id(parameter): name for name, parameter in kept.items()} | {id(placeholder): ""}
+    adopt_state(optimizers, names, [{}] * len(groups), whole, tensors, {})
+
+
+def _not_carried(error: CheckpointError) -> UsageError:
+    return UsageError("the state of the optimizer cannot move to another plan", why=str(error), fix=error.fix)

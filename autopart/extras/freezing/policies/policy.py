@@ -1,0 +1,110 @@
+"""A policy: which layers are frozen in an epoch, decided on one rank and done on all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Protocol
+
+from autopart.extras.freezing.policies.norms import layer_norms
+from autopart.ir.errors import UsageError
+from autopart.passes.graph.prefixes import Layer, layers_of, prefix_of
+from autopart.session.ranks.agreement import from_rank
+from autopart.session.session import Session
+
+Prefix = int | Collection[str]
+"""The number of first layers that are frozen, or their names."""
+Rule = Callable[[int, Mapping[str, float]], Prefix]
+"""From the epoch and the norm of each layer's gradient, in the order of layers, to what is frozen."""
+
+
+class HasSession(Protocol):
+    """A pipe, which stands above this room."""
+
+    @property
+    def session(self) -> Session:
+        """The session of this rank."""
+
+
+class Policy:
+    """Freezes the layers that a function says.
+
+    `rule(epoch, norms)` returns how many of the first layers are frozen in this epoch, or their names.  norms: of the
+    gradients that the pipe holds now, by layer; 0 of a layer without any, as when it is frozen.  Layers are in the
+    order of the data flow; with a layer everything before it is frozen, in layers or not.
+    """
+
+    def __init__(self, rule: Rule, *, layers: str | Iterable[str] = ()) -> None:
+        """layers: patterns of the paths of modules that are layers, as "encoder.layer.*"; without any, the outermost
+        modules with a number as their name."""
+        self._rule = rule
+        self._patterns = (layers,) if isinstance(layers, str) else tuple(layers)
+        self._own: frozenset[str] = frozenset()
+
+    def layers(self, pipe: HasSession) -> tuple[str, ...]:
+        """Return the layers of a pipe's model, in the order in which they freeze.  Not collective."""
+        return tuple(layer.name for layer in self._layers(pipe.session))
+
+    def norms(self, pipe: HasSession) -> dict[str, float]:
+        """Return the norm of each layer's gradient, as in one process: over all stages, each parameter once.
+        Collective."""
+        with pipe.session.call("freeze") as session:
+            return layer_norms(session, self._layers(session))
+
+    def apply(self, pipe: HasSession, epoch: int) -> bool:
+        """Freeze what the rule says for this epoch, and return whether that is another prefix than before.
+
+        Call it on every rank between two steps, before `zero_grad`, so that there are gradients whose norms the rule
+        can see.  The rule is called on rank 0.  What this policy froze and the rule no longer names learns again; what
+        the user froze stays frozen.  Tied parameters freeze with the first layer that uses them.
+
+        Raises UsageError for layers that are no prefix, and what the rule raises.  Collective.
+        """
+        with pipe.session.call("freeze") as session:
+            layers = self._layers(session)
+            norms = layer_norms(session, layers)
+
+            def decided() -> tuple[frozenset[str], dict[str, float]]:
+                wanted = self._rule(epoch, norms)
+                chosen = prefix_of(layers, wanted if isinstance(wanted, int) else _names_of(wanted))
+                return frozenset[str]().union(*(layer.frozen for layer in chosen)), self.state_dict()
+
+            frozen, state = from_rank(session.world, 0, "choosing the layers that freeze", decided)
+            self.load_state_dict(state)
+            return self._freeze(session, frozen)
+
+    def state_dict(self) -> dict[str, float]:
+        """Return what the rule remembers of earlier epochs: numbers, for a checkpoint.  Equal on all ranks."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go on from a state; `apply` then freezes as many layers again."""
+
+    def _layers(self, session: Session) -> tuple[Layer, ...]:
+        return layers_of(session.whole_graph, self._patterns)
+
+    def _freeze(self, session: Session, names: frozenset[str]) -> bool:
+        """Give the parameters of the model their flags; return whether any changed.  Local."""
+        parameters = dict(session.captures.trained.named_parameters())
+        fresh = {name for name in names if parameters[name].requires_grad}
+        again = self._own - names
+        for name in fresh | again:
+            parameters[name].requires_grad_(name in again)
+            if name in fresh:
+                _drop_gradient(session, name)
+        self._own = (self._own & names) | fresh
+        return bool(fresh or again)
+
+
+def _drop_gradient(session: Session, name: str) -> None:
+    """Forget the gradient of a parameter that is frozen, so that no optimizer moves it."""
+    held = session.tensors.driven.get(name)
+    if held is not None:
+        held.grad = None
+
+
+def _names_of(wanted: object) -> Sequence[str]:
+    if isinstance(wanted, str) or not isinstance(wanted, Collection):
+        raise UsageError(
+            f"the rule returned {wanted!r}", fix="return the number of layers that are frozen, or a list of their names"
+        )
+    return [str(name) for name in wanted]

@@ -1,0 +1,234 @@
+"""Whether another plan pays for the steps that remain, with what it takes to change to it."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from autopart.costs.sources import costed, source_for
+from autopart.extras.freezing.behind import Behind, Specs, behind_frozen, zeros
+from autopart.extras.freezing.kept.activations import AutoCache, activations_of
+from autopart.extras.freezing.known_costs import known_costs
+from autopart.extras.freezing.moving import KeptBytes, Pairs, moved_bytes, predicted_s
+from autopart.ir.cluster import Cluster
+from autopart.ir.errors import RefusedError
+from autopart.ir.plan import Decision, Plan
+from autopart.ir.size import Size
+from autopart.options import Options
+from autopart.planning.make import make_plan
+from autopart.planning.simulated import simulated_step_ns
+from autopart.session.executors.kinds import projected
+from autopart.session.placement import placement_of
+from autopart.session.ranks.agreement import from_rank, together
+from autopart.session.session import Session
+from autopart.session.session_plan import Preparing
+from autopart.state.optimizers import Optimizers
+
+WORTH = 0.02
+"""Without a number of steps, a plan has to make the step shorter by this part: predictions are not worth more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replanned:
+    """What `pipe.replan` found, and what it did.
+
+    plan: the best plan for the model as it is.  adopted: whether it runs now.  reason: in words.  before_s, after_s:
+    simulated seconds of a step of the plan that ran, and of `plan`.  moved_bytes: between ranks, if it is adopted.
+    pause_s: predicted seconds of the change.  took_s: measured ones, 0 if it was not adopted; moving_s: those of them
+    in which bytes moved.  planning_s: seconds that the search took before.
+    cached: whether `plan` begins behind the frozen layers, with their activations read by sample; reading_s: seconds of
+    a step for them, which before_s and after_s contain.
+    """
+
+    plan: Plan
+    adopted: bool
+    reason: str
+    before_s: float
+    after_s: float
+    moved_bytes: int
+    pause_s: float
+    took_s: float
+    moving_s: float
+    planning_s: float
+    cached: bool = False
+    reading_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Proposal:
+    """What rank 0 tells all ranks: the best plan, whether it is the one that runs, the seconds of a step of that one
+    (None if it cannot go on: it begins behind layers that learn again), and the bytes that move.
+
+    specs: what the plan begins with, () if with the batch.  beside_s, once_s: seconds for that in a step, and once.
+    note: why the plan does not begin behind frozen layers, if that was asked.
+    """
+
+    plan: Plan
+    runs: bool
+    now_s: float | None
+    pairs: Pairs
+    specs: Specs = ()
+    beside_s: float = 0.0
+    once_s: float = 0.0
+    note: str = ""
+
+    @property
+    def then_s(self) -> float:
+        """Seconds of a step of the plan."""
+        return self.plan.step_ns * 1e-9 + self.beside_s
+
+
+def replan(
+    session: Session,
+    machines: Cluster,
+    steps: int | None,
+    state_bytes: Mapping[str, int],
+    prepare: Preparing,
+    cache: AutoCache | None = None,
+) -> Replanned:
+    """Plan again for the model as it is, and continue under that plan if it pays.  Collective; see `Pipe.replan`.
+
+    machines: the cluster with its devices as fast as they are now.  state_bytes: of the optimizer's state of each
+    parameter on this rank.  prepare: as for `Session.adopt`.  cache: for the activations of frozen layers, None for the
+    one that was given before."""
+    world = session.world
+    begun: list[tuple[str, torch.Tensor]] = []
+    with session.call("replan"):
+        began = time.perf_counter()
+        with together(world, "reading the model"):
+            session.follow_model(training=True)
+            session.captures(session.batch.plain, Size(max(session.plan.micro_rows)))  # so that every rank watches it
+            if cache is not None:
+                activations_of(session).open(cache)
+        known = world.gather_objects(KeptBytes({**state_bytes}, _beside(session)))
+        proposal = from_rank(world, 0, "planning", partial(_proposed, session, machines, known, steps, begun))
+        planning_s = time.perf_counter() - began
+        preparing_s = max(row[0] for row in world.gather_numbers([session.preparing_s]))
+        pause_s = preparing_s + predicted_s(world, proposal.pairs)
+    plan = proposal.plan
+    adopted, reason = _judged(proposal, steps, pause_s)
+    took_s = moving_s = 0.0
+    if adopted:
+        began = time.perf_counter()
+        session.adopt(plan, prepare, begun or zeros(proposal.specs))
+        activations_of(session).beside_s = proposal.beside_s
+        took = world.gather_numbers([time.perf_counter() - began, session.moving_s])
+        took_s, moving_s = (max(column) for column in zip(*took, strict=True))
+    return Replanned(
+        plan, adopted, reason, proposal.now_s or float("inf"), proposal.then_s, sum(proposal.pairs.values()), pause_s,
+        took_s, moving_s, planning_s, bool(proposal.specs), proposal.beside_s,
+    )  # fmt: skip
+
+
+def _beside(session: Session) -> dict[str, int]:
+    """Return the bytes of the master weight and the gradient of each parameter that this rank owns."""
+    owners, tensors = session.context.placement.owners, session.tensors
+    sizes: Counter[str] = Counter()
+    for name, tensor in tensors.driven.items():
+        if owners.get(name) == session.world.rank:
+            sizes[name] += tensor.nbytes if name in tensors.masters.by_name else 0
+            sizes[name] += tensor.grad.nbytes if tensor.grad is not None else 0
+    return dict(sizes)
+
+
+def _proposed(
+    session: Session,
+    cluster: Cluster,
+    kept: Sequence[KeptBytes],
+    steps: int | None,
+    begun: list[tuple[str, torch.Tensor]],
+) -> _Proposal:
+    """Return the best plan for the model as it is, and how it compares with the one that runs.  On rank 0.
+
+    begun: gets what the plan begins with, if it begins behind frozen layers."""
+    options = _asked(session, cluster)
+    best = make_plan(session.captures, session.batch.plain, cluster, options)
+    cache, behind, note = activations_of(session).cache, None, ""
+    if cache is not None:
+        found = behind_frozen(session, cluster, cache, options)
+        behind, note = (None, found) if isinstance(found, str) else (found, "")
+        if behind is not None and not _pays(behind, best.plan, steps):
+            behind, note = None, "reading the activations of frozen layers would take longer than computing them"
+    if behind is not None:
+        best = behind.planned
+        begun.extend(behind.kept)
+    session.costs = best.costs if cluster == session.cluster else session.costs
+    now_s, decision = _running(session, cluster, options)
+    same = activations_of(session).values == tuple(name for name, _ in begun)
+    runs = same and decision is not None and best.plan.decision == decision
+    placement = placement_of(best.captured.graph, best.plan.decision)
+    pairs = moved_bytes(best.captured.graph, session.context.placement, placement, kept)
+    if behind is None:
+        return _Proposal(best.plan, runs, now_s, pairs, note=note)
+    once_s = behind.once_s(steps or 0)
+    return _Proposal(best.plan, runs, now_s, pairs, behind.specs, behind.beside_s, once_s)
+
+
+def _asked(session: Session, cluster: Cluster) -> Options:
+    """Return the options of another plan; where devices have other speeds than at first, with costs that are known."""
+    options = replace(session.options, plan=None)
+    if cluster == session.cluster:
+        return options
+    backend, device = session.context.options.backend, session.cluster.devices[0]
+    source = source_for(options.costs, backend)
+    whole = session.captures(session.batch.plain, Size(max(session.plan.micro_rows)))
+    known = session.costs
+    if known is None or known.graph.structure_digest() != whole.graph.structure_digest():
+        known = costed(whole, device, source)
+    return replace(options, costs=known_costs(known, device, source), backend=backend)
+
+
+def _pays(behind: Behind, whole: Plan, steps: int | None) -> bool:
+    """Return whether a plan behind the frozen layers is faster than one for the whole model, over the steps to come."""
+    gain_s = (whole.step_ns - behind.planned.plan.step_ns) * 1e-9 - behind.beside_s
+    return gain_s > 0 if steps is None else gain_s * steps > behind.once_s(steps)
+
+
+def _running(session: Session, cluster: Cluster, options: Options) -> tuple[float | None, Decision | None]:
+    """Return the simulated seconds of a step of the plan that runs, for the model as it is, and its decision; None if
+    it begins behind layers that learn again."""
+    batch, captures, running = session.batch, session.captures, session.plan
+    try:
+        captured = captures(batch, Size(max(running.micro_rows)))
+    except RefusedError:
+        if batch.kept:
+            return None, None
+        raise
+    decision = projected(captured, session.graph, running.decision)
+    now_ns = simulated_step_ns(replace(running, decision=decision), captured, captures, batch, cluster, options)
+    return now_ns * 1e-9 + activations_of(session).beside_s, decision
+
+
+def _judged(proposal: _Proposal, steps: int | None, pause_s: float) -> tuple[bool, str]:
+    """Return whether to go on under the proposed plan, and why."""
+    now_s, then_s = proposal.now_s, proposal.then_s
+    noted = f"; {proposal.note}" if proposal.note else ""
+    if proposal.runs:
+        return False, f"the plan that runs is still the best one{noted}"
+    if now_s is None:
+        return True, f"the plan that ran begins behind layers that learn again{noted}"
+    gain_s = now_s - then_s
+    reading = f", with {proposal.beside_s * 1e3:.1f} ms for activations that are kept" if proposal.specs else ""
+    compared = f"a step would take {then_s * 1e3:.1f} ms{reading} instead of {now_s * 1e3:.1f} ms (simulated)"
+    if steps is None:
+        return gain_s >= WORTH * now_s, f"{compared}, {gain_s / now_s:.0%} less; {WORTH:.0%} are asked{noted}"
+    once_s = pause_s + proposal.once_s
+    return gain_s * steps > once_s, (
+        f"{compared}, {gain_s * steps:.2f} s less in the {steps} steps that remain; changing takes {once_s:.2f} s"
+        f"{noted}"
+    )
+
+
+def state_bytes_of(optimizers: Optimizers, names: Mapping[int, str]) -> dict[str, int]:
+    """Return the bytes of the optimizers' state by parameter.  names: of parameters by identity."""
+    return {
+        names[id(parameter)]: sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor))
+        for optimizer in optimizers
+        for parameter, state in optimizer.state.items()
+        if id(parameter) in names
+    }

@@ -1,0 +1,64 @@
+"""The lists by which extras enter a session: where values of a model come from, and what is done to each batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from autopart.batch.batch import Batch
+from autopart.capture import CaptureCache
+from autopart.capture.trained import Trained
+
+Samples = Sequence[int | str]
+"""The number or name of each row's sample in the data set."""
+
+
+class Weights(Protocol):
+    """Values for the tensors of a model that are on the meta device.  wanted: these tensors by name."""
+
+    wanted: dict[str, torch.Tensor]
+
+    def values(self, wanted: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+        """Return new tensors on a device with the values of these, which are some of `wanted`."""
+
+    def unsaved(self, wanted: Mapping[str, torch.Tensor], device: torch.device) -> Mapping[str, torch.Tensor]:
+        """Return the same after training has begun.  Raises RefusedError for what a step may have changed."""
+
+
+WEIGHTS: list[Callable[[Trained, str | None, int], Weights | None]] = []
+"""What gives a model its values, from the options weights= and seed=; None where the model has them.  An entry checks
+everything before a plan is made, and raises UsageError, RefusedError or CheckpointError on the rank that finds it.
+"""
+
+
+class BatchStep(Protocol):
+    """Something that is done to every batch of a training step between capture and executor; one for each session."""
+
+    @property
+    def active(self) -> bool:
+        """Whether the plan that runs needs it."""
+
+    def begin(self, batch: Batch, rows: int) -> None:
+        """Go on under a plan for batches like this one.  rows: that are run at once.  Local."""
+
+    def extended(
+        self, batch: Batch, samples: Samples | None, own: Sequence[int], tensors: Mapping[str, torch.Tensor]
+    ) -> Batch:
+        """Return the batch as the plan takes it: the rows `own` are those that this rank needs.  Local; raises
+        BatchError and RefusedError.
+
+        samples: names of all rows, None if there are none.  tensors: the model's that this rank holds."""
+
+    def close(self) -> None:
+        """Free what is kept."""
+
+
+BATCH_STEPS: list[Callable[[CaptureCache, torch.device], BatchStep]] = []
+"""The steps of a session in their order.  An entry leaves a batch whole and its results equal to those of the model."""
+
+
+def weights_of(model: Trained, weights: str | None, seed: int) -> Weights | None:
+    """Return what gives a model its values, None if it has them."""
+    return next((found for make in WEIGHTS if (found := make(model, weights, seed)) is not None), None)

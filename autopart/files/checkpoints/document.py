@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from autopart.files.checkpoints.hashes import AGAIN, Written, hashed, plain_name
 from autopart.files.json_text import parse_json
-from autopart.files.reading import malformed, named, problems_of, read_text, unreadable
+from autopart.files.reading import named, read_text, unreadable, validated
 from autopart.files.storage import write_whole
 from autopart.ir.errors import CheckpointError
 
@@ -116,10 +116,7 @@ def read_document(folder: Path) -> Document:
             )
         if isinstance(found, dict) and found.pop(OWN_HASH, None) != hash_of(found):
             raise unreadable("was changed since it was written", why="its values have another SHA-256 than it says")
-        try:
-            document = _ADAPTER.validate_json(json.dumps(found))
-        except ValidationError as error:
-            raise malformed("is not a checkpoint", problems_of(error)) from error
+        document = validated("is not a checkpoint", _ADAPTER.validate_json, json.dumps(found))
         for name, written in document.files.items():
             if not plain_name(name) or name == NAME or len(written.sha256) != 64:
                 raise unreadable("is not a checkpoint", where=f"files.{name}", why="not the name and hash of a file")

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from autopart.files.checkpoints.hashes import AGAIN, Written, hashed, plain_name
+from autopart.files.checkpoints.hashes import AGAIN, Written, hashed, plain_name, unreadable_file
 from autopart.files.json_text import parse_json
 from autopart.files.reading import named, read_text, unreadable, validated
 from autopart.files.storage import write_whole
@@ -141,32 +141,23 @@ def problems_with(folder: Path, files: Mapping[str, Written]) -> list[Checkpoint
     return [found[name] for name in sorted(found)]
 
 
+def require_unchanged(folder: Path, files: Mapping[str, Written]) -> None:
+    """Raise CheckpointError for the first file that is missing, or not byte by byte as it was written."""
+    for problem in problems_with(folder, files):
+        raise problem
+
+
 def _problem(folder: Path, name: str, written: Written) -> CheckpointError | None:
-    try:
-        check_file(folder, name, written)
-    except CheckpointError as error:
-        return error
-    return None
-
-
-def check_file(folder: Path, name: str, written: Written) -> None:
-    """Raise CheckpointError if a file is missing, or is not byte by byte as it was written.  Reads the whole file."""
     path = folder / name
     try:
         size = path.stat().st_size
         if size == written.size_bytes and hashed(path) == written:
-            return
+            return None
     except OSError as error:
-        missing = isinstance(error, FileNotFoundError)
-        raise CheckpointError(
-            f"{name} {'is missing' if missing else 'cannot be read'}",
-            where=str(path),
-            why="" if missing else str(error),
-            fix=AGAIN,
-        ) from error
+        return unreadable_file(path, error)
     why = (
         f"it has {size} bytes, and had {written.size_bytes}"
         if size != written.size_bytes
         else "its SHA-256 is another than when it was written"
     )
-    raise CheckpointError(f"{name} was changed since it was written", where=str(path), why=why, fix=AGAIN)
+    return CheckpointError(f"{name} was changed since it was written", where=str(path), why=why, fix=AGAIN)

@@ -58,8 +58,8 @@ class Option:
 ANYTHING = Values(lambda value: True)
 
 
-def option(default: Any, text: str, values: Values = ANYTHING, *, planned: bool = False, group: str = "") -> Any:
-    """Return the field of an option: its default, or what makes it, and its row."""
+def option(text: str, values: Values = ANYTHING, *, default: Any = None, planned: bool = False, group: str = "") -> Any:
+    """Return the field of an option.  default: its value, or the type that makes it.  The rest: as in `Option`."""
     made = {"default_factory": default} if default is dict else {"default": default}
     return field(**made, metadata={"option": Option(text, values, planned, group)})
 

@@ -110,7 +110,6 @@ class Options:
     """Options.  The planner decides what you leave out, or pass as None, unless a default is named."""
 
     loss_fn: LossFn | None = option(
-        None,
         "loss_fn(output, target) -> scalar, for a model that does not return its loss",
         Values(
             lambda value: callable(value) and not isinstance(value, type),
@@ -118,37 +117,33 @@ class Options:
         ),
         group="The options that matter first",
     )
-    stages: int | None = option(None, "number of pipeline stages", _COUNT, planned=True)
-    micro_batches: int | None = option(None, "number of micro-batches of a step", _COUNT, planned=True)
+    stages: int | None = option("number of pipeline stages", _COUNT, planned=True)
+    micro_batches: int | None = option("number of micro-batches of a step", _COUNT, planned=True)
     replicas: int | tuple[int, ...] | None = option(
-        None,
         "devices that run each stage on different rows: one number, or one for each stage, (8, 8, 4)",
         Values(_are_counts, "use a number, or one for each stage: replicas=(2, 1)", _as_tuple),
         planned=True,
     )
     precision: Precision | None = option(
-        None,
         '"fp32" runs the model as it is, "bf16" and "fp16" run it as under torch.autocast; default: the precision of '
         'plan=, else "fp32"',
         Values(convert=_precision, words=_PRECISIONS),
     )
     optimizer: Any = option(
-        None,
         "optimizer whose state is charged to memory: a class, a function of the parameters, an optimizer, or "
         '"sgd", "momentum", "adam", "adamw", each also with "+masters"; default: Adam',
     )
     schedule: str = option(
-        "auto",
         'order of forwards and backwards: "auto", "1f1b", "1f1b-deep" (a longer warm-up: a shorter step for more '
         'activation memory), "gpipe"; with split backwards "zb-h1", "zb-h2"; with several stages a rank '
         '"interleaved", "zb-v"; "searched" for this plan; asynchronous "pipedream" and "pipedream-2bw" '
         "(`Pipe.train`); or a function of your own, (stages, micro-batches) -> computes of each stage in order",
         Values(convert=_schedule, words=lambda: ("auto", *names())),
+        default="auto",
         planned=True,
         group="Cuts and schedule",
     )
     stages_per_rank: int | str = option(
-        "auto",
         'number of stages that each rank runs; "auto" tries 1, 2, 4 and 8 if stages= and cuts= allow it; stages= '
         "counts the stages of all ranks",
         Values(
@@ -156,35 +151,35 @@ class Options:
             f'use a number of at most {_MOST_PER_RANK}, or "auto"',
             words=("auto",),
         ),
+        default="auto",
         planned=True,
     )
     cuts: tuple[str, ...] = option(
-        (),
         "module paths at which a stage begins",
         Values(_are_paths, 'use module paths: cuts=["transformer.h.4"]', _as_paths),
+        default=(),
         planned=True,
     )
     together: tuple[tuple[str, ...], ...] = option(
-        (),
         "module paths, or groups of them, inside which no stage begins",
         Values(
             lambda value: isinstance(value, tuple) and all(map(_are_paths, value)),
             'use module paths, or groups of them: together=["encoder", ("a", "b")]',
             _as_groups,
         ),
+        default=(),
         planned=True,
     )
     pins: Mapping[str, int] = option(
-        dict,
         "stage that runs a module: {module path: number of the stage}",
         Values(
             lambda value: _maps_texts(value, lambda stage: type(stage) is int),
             'map module paths to stages: pins={"lm_head": 3}',
         ),
+        default=dict,
         planned=True,
     )
     token_slices: str | int | tuple[int, ...] | None = option(
-        None,
         "cut the sequences of a causal model into slices that run on different stages at once (TeraPipe): a number of "
         'slices, or their lengths; "auto" slices if that shortens the step; by default sequences stay whole',
         Values(
@@ -193,7 +188,6 @@ class Options:
         planned=True,
     )
     recompute: str | tuple[str, ...] = option(
-        "auto",
         'activation checkpointing: "auto" (what the model checkpoints, and more when memory would not suffice), '
         '"off", "all", or patterns of module paths: these modules and nothing else',
         Values(
@@ -202,11 +196,11 @@ class Options:
             _recompute,
             _RECOMPUTE,
         ),
+        default="auto",
         planned=True,
         group="Memory",
     )
     zero: int | str = option(
-        "auto",
         'share the optimizer\'s state among the replicas of a stage (ZeRO-1): 1, 0, or "auto" (if that shortens the '
         "step, or memory would otherwise not suffice)",
         Values(
@@ -214,16 +208,16 @@ class Options:
             'use 0, 1 or "auto": only ZeRO-1 exists, replicas share the optimizer state, not gradients or weights',
             words=("auto",),
         ),
+        default="auto",
         planned=True,
     )
     master_weights: bool = option(
-        False,
         "keep fp32 master weights of bf16 and fp16 parameters: `Pipe.parameters` yields the masters, and the model "
         "gets their rounded values before every run",
         _FLAG,
+        default=False,
     )
     replica_policy: Policy | None = option(
-        None,
         '"split" gives each replica a share of the rows of every micro-batch, "turn" gives replicas whole '
         'micro-batches, round robin; default: "split"',
         one_of(*POLICIES),
@@ -231,10 +225,9 @@ class Options:
         group="Replicas",
     )
     sync_batchnorm: bool = option(
-        False, "take batch statistics over the whole micro-batch, not over each replica's own rows", _FLAG
+        "take batch statistics over the whole micro-batch, not over each replica's own rows", _FLAG, default=False
     )
     bucket_bytes: int | None = option(
-        None,
         'size of the buckets in which replicas sum gradients: bytes, or "4MiB"; default: 25 MiB',
         Values(
             lambda value: _is_count(value) and value <= MAX_BUCKET_BYTES,
@@ -244,69 +237,69 @@ class Options:
         planned=True,
     )
     plan: PlanLike | None = option(
-        None, "a Plan or the path of a plan file, instead of the options that it decides", group="Search"
+        "a Plan or the path of a plan file, instead of the options that it decides", group="Search"
     )
     costs: str | CostSource = option(
-        "auto",
         'times of ops: "measured" on this machine, "analytic" from FLOPs and bytes, "auto" (measured if the device is '
         'present and the model has weights), "compiled" (measured in compiled code, the default with '
         'backend="inductor"), or a function of your own',
         Values(callable, words=COST_SOURCES),
+        default="auto",
     )
     prove: float = option(
-        0.0,
         "seconds for CP-SAT to bound the step of the chosen stages; 0 for none",
         Values(_is_seconds, "use a number of seconds, such as prove=10"),
+        default=0.0,
         planned=True,
     )
-    cache: bool = option(True, "reuse the plan that answered the same question before; False searches again", _FLAG)
-    watch: Watch | None = option(
-        None, "watch(phase, best step in ns or 0, lower bound in ns or 0), called during the search"
+    cache: bool = option(
+        "reuse the plan that answered the same question before; False searches again", _FLAG, default=True
     )
+    watch: Watch | None = option("watch(phase, best step in ns or 0, lower bound in ns or 0), called during the search")
     rows_axis: Mapping[str, int | None] = option(
-        dict,
         'axis on which inputs have rows, None for an input without: {"positions": 1, "weights": None}; of others, '
         "those whose axis 0 has as many entries as most others' are taken to have rows there",
         Values(
             lambda value: _maps_texts(value, lambda axis: axis is None or type(axis) is int),
             'map names of inputs to an axis, or to None: rows_axis={"positions": 1, "class_weights": None}',
         ),
+        default=dict,
         group="Running",
     )
     loss_reduction: str = option(
-        "auto",
         'how the losses of rows combine: "auto" derives it; "mean", "sum", "token-mean" are checked',
         one_of("auto", "mean", "sum", "token-mean"),
+        default="auto",
     )
     non_finite: str = option(
-        "auto",
         'what a step does when a gradient is infinite or NaN on any rank: "skip" adds nothing and sets '
         '`Pipe.skipped`, "raise" raises NonFiniteError, "auto" skips in fp16 and otherwise does not check',
         one_of("auto", "skip", "raise"),
+        default="auto",
     )
     seed: int = option(
-        0, 'seed of dropout, and of weights="init"', Values(lambda value: isinstance(value, int), "use an integer")
+        'seed of dropout, and of weights="init"',
+        Values(lambda value: isinstance(value, int), "use an integer"),
+        default=0,
     )
     timeout: float | None = option(
-        None,
         "seconds that a rank waits for another one before it fails and names that rank; capture and planning do not "
         "count; default: AUTOPART_TIMEOUT_S, else 600",
         Values(lambda value: _is_seconds(value) and value > 0, "use a number of seconds above 0, such as timeout=600"),
     )
     transport: str = option(
-        "auto",
         'what carries messages: "nccl" (a CUDA device for each rank), "gloo" (CPUs, and CUDA devices that ranks may '
         'share), "auto" (NCCL for CUDA devices)',
         Values(words=transports),
+        default="auto",
     )
     backend: str = option(
-        "eager",
         'what runs the ops of a stage: "eager"; "inductor", which compiles them (needs a C++ compiler for CPUs, '
         "Triton for CUDA; what cannot be compiled runs eagerly, with a warning)",
         one_of("eager", "inductor"),
+        default="eager",
     )
     weights: str | None = option(
-        None,
         "values of a model that was built on the meta device, of which each rank makes its own part: a safetensors "
         'file, a folder of them, or a checkpoint; "init" runs the model\'s own initialisation with seed=',
         Values(

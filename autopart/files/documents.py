@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 
 import yaml  # type: ignore[import-untyped]
 
-from autopart.files.json_text import TOO_DEEP, check_length, checked, parse_json
-from autopart.files.limits import MAX_BYTES, MAX_BYTES_BY_HAND, MAX_DIGITS, MAX_DOTS, MAX_VALUES_BY_HAND
+from autopart.files.json_text import check_length, checked, parse_json
+from autopart.files.limits import MAX_BYTES, MAX_BYTES_BY_HAND, MAX_DEPTH, MAX_DIGITS, MAX_DOTS, MAX_VALUES_BY_HAND
 from autopart.files.reading import brief, read_text, unreadable
 
 
@@ -24,9 +24,7 @@ def parse_yaml(text: str) -> Any:
     check_length(text, MAX_BYTES_BY_HAND)
     try:
         found = yaml.load(text, _Loader)
-    except RecursionError as error:
-        raise unreadable("is not valid YAML", why=TOO_DEEP) from error
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         why = getattr(error, "problem", None) or str(error)
@@ -76,7 +74,7 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
-        self._values = 0
+        self._depth = self._values = 0
         self._size_of: dict[int, int] = {}  # values in a node with an anchor, by its identity
 
     def compose_node(self, parent: yaml.Node, index: Any) -> Any:
@@ -92,7 +90,11 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
             raise _refused(f"tags such as {brief(event.tag)} are not read", event)
         before = self._values
         self._count(1, event)
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise _refused(f"lists and tables are nested more than {MAX_DEPTH} deep", event)
         node = super().compose_node(parent, index)
+        self._depth -= 1
         if event.anchor is not None:
             self._size_of[id(node)] = self._values - before
         self._check(node, event)

@@ -15,7 +15,7 @@ from autopart.files.limits import MAX_BYTES, MAX_DEPTH, MAX_DIGITS, MAX_INTEGER,
 from autopart.files.reading import brief, path_of, unreadable
 from autopart.ir.decision import Problem
 
-TOO_DEEP = f"objects and lists are nested more than {MAX_DEPTH} deep"
+_TOO_DEEP = f"objects and lists are nested more than {MAX_DEPTH} deep"
 
 
 def parse_json(text: str) -> Any:
@@ -31,7 +31,7 @@ def parse_json(text: str) -> Any:
         where = f"line {error.lineno}, column {error.colno}"
         raise unreadable("is not valid JSON", where=where, why=error.msg) from error
     except RecursionError as error:
-        raise unreadable("is not valid JSON", why=TOO_DEEP) from error
+        raise unreadable("is not valid JSON", why=_TOO_DEEP) from error
     return checked(found, "JSON")
 
 
@@ -52,7 +52,7 @@ def _problems(node: Any, place: tuple[str | int, ...]) -> Iterator[Problem]:
     """Yield the values that a document must not have, as (path, message).  O(values)."""
     if isinstance(node, dict | list):
         if len(place) > MAX_DEPTH:
-            yield path_of(place[:3]), TOO_DEEP
+            yield path_of(place[:3]), _TOO_DEEP
             return
         if isinstance(node, _Twice):
             yield path_of(place), f"key {brief(node.key)} appears twice in one object"

@@ -103,6 +103,8 @@ def test_a_number_of_bytes_may_be_a_text(text, count):
         ({"schedule": "1f1b-deeep"}, ("unknown schedule", "did you mean '1f1b-deep'?")),
         ({"replicas": "8"}, ("replicas is '8'", "replicas=(2, 1)")),
         ({"cuts": [3]}, ("cuts is (3,)",)),
+        ({"rows_axis": {"positions": "1"}}, ("rows_axis is", "map names of inputs to an axis")),
+        ({"weights": ""}, ("weights is ''", "a safetensors file")),
         ({"stages": 1.5}, ("stages is 1.5",)),
         ({"stages": True}, ("stages is True",)),
         ({"micro_batches": "4"}, ("micro_batches is '4'",)),
@@ -110,7 +112,7 @@ def test_a_number_of_bytes_may_be_a_text(text, count):
         ({"loss_reduction": "max"}, ("loss_reduction 'max'", "token-mean")),
         ({"loss_fn": "mse"}, ("loss_fn is 'mse'",)),
         ({"seed": "x"}, ("seed is 'x'",)),
-        ({"costs": "free"}, ("costs 'free'",)),
+        ({"costs": "free"}, ("unknown costs 'free'", "compiled, or a function of your own")),
         ({"cuts": 3}, ("cuts is 3",)),
         ({"replicas": 0}, ("replicas is 0",)),
         ({"replicas": True}, ("replicas is True",)),
@@ -128,6 +130,10 @@ def test_a_number_of_bytes_may_be_a_text(text, count):
 def test_an_impossible_value_is_refused_with_a_possible_one(option, words):
     with refused(UsageError, *words):
         read_options(**option)
+
+
+def test_an_axis_of_rows_may_be_none():
+    assert read_options(rows_axis={"positions": 1, "weights": None}).rows_axis == {"positions": 1, "weights": None}
 
 
 def test_launching_a_script_path_is_refused():

@@ -25,10 +25,9 @@ from autopart.files.reading import brief, listed, malformed, named, read_text, u
 from autopart.files.storage import write_whole
 from autopart.ir import plan as plan_ir
 from autopart.ir.decision import AGAIN, Problem
-from autopart.ir.errors import PlanError, PlanFileError
+from autopart.ir.errors import PlanError, PlanFileError, printable
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision, Outlook, Plan, Provenance, Stage
-from autopart.ir.printable import printable
 from autopart.launcher import torchrun_line
 
 VERSION = 4

@@ -17,8 +17,7 @@ from pydantic import ValidationError
 
 from autopart.files.limits import MAX_BYTES, MOST_PROBLEMS, SHOWN, SHOWN_CHARACTERS
 from autopart.ir.decision import Problem
-from autopart.ir.errors import AutopartError
-from autopart.ir.printable import shortened
+from autopart.ir.errors import AutopartError, shortened
 
 Content = TypeVar("Content")
 _OPEN = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY

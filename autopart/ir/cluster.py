@@ -21,8 +21,7 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
 
 from autopart.ir.device_kinds import DEVICE_KINDS
-from autopart.ir.errors import ClusterError
-from autopart.ir.printable import shortened
+from autopart.ir.errors import ClusterError, shortened
 
 Port = tuple[int, int]
 """(index of the level, number of the group inside it)."""

@@ -13,7 +13,7 @@ from itertools import accumulate
 from xml.sax.saxutils import escape
 
 from autopart.ir.actions import ACTIONS, BACKWARD, COMPUTE, FORWARD, IN_FLIGHT, SEND
-from autopart.ir.printable import printable
+from autopart.ir.errors import printable
 from autopart.ir.timeline import Span, Timeline, computing_ns
 
 COLOURS = {"F": "#c4dcf2", "W": "#e39a3b", "I": "#5b93c9", "B": "#2b66a3"}

@@ -15,8 +15,7 @@ from typing import TypeVar
 
 from autopart.files.reading import named, read_text
 from autopart.files.storage import write_whole
-from autopart.ir.errors import AutopartError
-from autopart.ir.printable import printable
+from autopart.ir.errors import AutopartError, printable
 
 _PRIVATE_FILE, _PRIVATE_FOLDER = 0o600, 0o700
 Content = TypeVar("Content")

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autopart.ir.actions import COMPUTE, FORWARD
+from autopart.ir.errors import printable
 from autopart.ir.explain import COST_DESCRIPTIONS, rank_spans
 from autopart.ir.graph import module_range
 from autopart.ir.plan import Plan
-from autopart.ir.printable import printable
 from autopart.ir.timeline import Timeline
 from autopart.report.page.words import Cell, change, count, duration, duration_text, memory, memory_text, part, words
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from autopart.ir.actions import ACTIONS, RECEIVE
+from autopart.ir.errors import printable
 from autopart.ir.plan import Plan
-from autopart.ir.printable import printable
 from autopart.ir.timeline import MOST_SPANS, Span, Timeline, computing_ns
 from autopart.report.page.memory import memory_curve
 

@@ -23,7 +23,7 @@ from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan
 from autopart.ir.timeline import Timeline
 from autopart.launcher import living_devices
-from autopart.options import OptimizerLike, Options, OptionsDict, PlanLike, read_options, read_value
+from autopart.options import OPTIONS, OptimizerLike, Options, OptionsDict, PlanLike, read_options
 from autopart.passes.ops.model_flops import model_flops
 from autopart.pipe.compare import Verification, verify_step
 from autopart.pipe.pipe import Pipe
@@ -148,7 +148,7 @@ def launch(
     raised on a rank.
     """
     if timeout is not None:
-        read_value("timeout", timeout)
+        OPTIONS["timeout"].values.read("timeout", timeout)
     _require_seconds("grace", grace, "pass the seconds that ranks have after SIGTERM")
     if rejoin is not None:
         _require_seconds("rejoin", rejoin, "pass the seconds after which a lost device is used again, or None")

@@ -31,10 +31,10 @@ from common import spread, write
 import autopart
 from autopart.batch.batch import flatten
 from autopart.costs.detect import detect
-from autopart.costs.sources import GROUP_NS
 from autopart.costs.sources import measured as measured_costs
 from autopart.extras.compiled.compiled_costs import compiled_costs
 from autopart.ir.actions import Slot
+from autopart.ir.device_kinds import DEVICE_KINDS
 from autopart.ir.graph import Graph
 from autopart.ir.size import Size
 from autopart.passes.simulation.estimate import stage_estimates, work_of
@@ -209,7 +209,8 @@ def predicted(pipe: autopart.Pipe, batch: Any) -> float:
                 found = source(captured, pipe.cluster.devices[0])
             assert found.source != "analytic"
             graphs[Size(own)] = found.graph
-    estimator = Estimator(pipe.cluster, _Graphs(graphs), overlap=True, group_ns=GROUP_NS["cpu"])  # as `compile` plans
+    group_ns = DEVICE_KINDS["cpu"].group_ns
+    estimator = Estimator(pipe.cluster, _Graphs(graphs), overlap=True, group_ns=group_ns)  # as `compile` plans
     decision, links, tied = pipe.plan.decision, pipe.program.edges, pipe.program.tied
     work = work_of(decision, stage_estimates(decision, links, estimator), links, tied, estimator)
     return step_ns(pipe.program, replace(work, optimizer_ns=())) * 1e-9

@@ -52,7 +52,7 @@ class PlannerInput:
     """The captured model and its costs.
 
     graph: captured, with costs.  cost_model: its costs at other sizes and on other devices.  torch_version, costs:
-    recorded in the plan.  group_ns: overhead of a recomputed group (`costs.GROUP_NS`).
+    recorded in the plan.  group_ns: overhead of a recomputed group (`DeviceKind`).
     """
 
     graph: Graph

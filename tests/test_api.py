@@ -15,18 +15,16 @@ from torch import nn
 from torch.nn import functional as F
 
 import autopart
-from autopart.cli.flags import documented
 from autopart.ir.errors import AutopartError, PlanError, UsageError
-from autopart.options import Options, OptionsDict, read_options
+from autopart.options import OPTIONS, Options, OptionsDict, read_options
 from autopart.runtime.group.shared_group import default_timeout_s
 
-OPTIONS = [field.name for field in dataclasses.fields(Options)]
 FUNCTIONS = [autopart.compile, autopart.plan, autopart.verify]
 
 
 def test_functions_and_record_have_the_same_options():
     taken = typing.get_type_hints(OptionsDict)
-    assert list(taken) == OPTIONS == list(documented())
+    assert list(taken) == list(OPTIONS) == [field.name for field in dataclasses.fields(Options)]
     assert typing.Any not in taken.values()
     assert not OptionsDict.__required_keys__
 
@@ -105,11 +103,37 @@ def test_a_number_of_bytes_may_be_a_text(text, count):
         ({"schedule": "1f1b-deeep"}, ("unknown schedule", "did you mean '1f1b-deep'?")),
         ({"replicas": "8"}, ("replicas is '8'", "replicas=(2, 1)")),
         ({"cuts": [3]}, ("cuts is (3,)",)),
+        ({"rows_axis": {"positions": "1"}}, ("rows_axis is", "map names of inputs to an axis")),
+        ({"weights": ""}, ("weights is ''", "a safetensors file")),
+        ({"stages": 1.5}, ("stages is 1.5",)),
+        ({"stages": True}, ("stages is True",)),
+        ({"micro_batches": "4"}, ("micro_batches is '4'",)),
+        ({"micro_batches": -1}, ("micro_batches is -1",)),
+        ({"loss_reduction": "max"}, ("loss_reduction 'max'", "token-mean")),
+        ({"loss_fn": "mse"}, ("loss_fn is 'mse'",)),
+        ({"seed": "x"}, ("seed is 'x'",)),
+        ({"costs": "free"}, ("unknown costs 'free'", "compiled, or a function of your own")),
+        ({"cuts": 3}, ("cuts is 3",)),
+        ({"replicas": 0}, ("replicas is 0",)),
+        ({"replicas": True}, ("replicas is True",)),
+        ({"replicas": (2, 0)}, ("replicas is (2, 0)", "one for each stage")),
+        ({"replicas": ()}, ("replicas is ()",)),
+        ({"recompute": True}, ("recompute is True", '"auto", "off", "all"')),
+        ({"together": 3}, ("together is 3",)),
+        ({"together": [3]}, ("together is (3,)",)),
+        ({"together": [("a", "")]}, ("together is (('a', ''),)",)),
+        ({"pins": ["head"]}, ("pins is ['head']", "map module paths to stages")),
+        ({"pins": {"head": "last"}}, ("pins is {'head': 'last'}",)),
+        ({"pins": {"head": True}}, ("pins is",)),
     ],
 )
 def test_an_impossible_value_is_refused_with_a_possible_one(option, words):
     with refused(UsageError, *words):
         read_options(**option)
+
+
+def test_an_axis_of_rows_may_be_none():
+    assert read_options(rows_axis={"positions": 1, "weights": None}).rows_axis == {"positions": 1, "weights": None}
 
 
 def test_launching_a_script_path_is_refused():

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autopart.cli.output import Json, print_json, prints_results, say
-from autopart.files.checkpoints.document import AVERAGES, COMPANION, problems_with, read_document
+from autopart.files.checkpoints.document import AVERAGES, COMPANION, problems_with, read_document, require_unchanged
 from autopart.files.checkpoints.folders import read_at
 from autopart.ir.errors import CheckpointError, UsageError
 
@@ -100,8 +100,7 @@ def _exported(averages: bool, path: Path) -> dict[str, torch.Tensor]:
     document = read_document(path)
     stored = opened(path, document)
     read = {name: written for name, written in document.files.items() if name.startswith("model-") or averages}
-    for problem in problems_with(path, read):
-        raise problem
+    require_unchanged(path, read)
     return dict(stored.weights.mapped(stored.weights.by_name)) | (_averages(stored) if averages else {})
 
 

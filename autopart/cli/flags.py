@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, NamedTuple, TypeVar, get_type_hints
 
 import typer
 
 from autopart.cli.models import BUILTIN
 from autopart.ir.errors import UsageError
-from autopart.options import Options, choices
+from autopart.options import OPTIONS, Options
 
 ModelName = Annotated[
     str,
@@ -36,48 +36,40 @@ TraceFile = Annotated[
     ),
 ]
 
-_TRAINING = ("non_finite", "timeout", "transport", "backend", "weights")
-_PYTHON_ONLY = ("loss_fn", "plan", "watch", *_TRAINING)
+_PYTHON_ONLY = ("loss_fn", "plan", "watch", "non_finite", "timeout", "transport", "backend", "weights")
 """Options that a shell cannot write, that only a training run needs, or that commands declare themselves."""
-_METAVARS = {
-    "replicas": "N|N,N,...",
-    "cuts": "MODULE",
-    "together": "MODULE+MODULE",
-    "pins": "MODULE=STAGE",
-    "rows_axis": "INPUT=AXIS|none",
-    "token_slices": "auto|K|LENGTHS",
-    "recompute": "auto|off|all|PATTERN",
-    "schedule": "|".join((*choices("schedule"), "FILE.csv")),
-    "bucket_bytes": "BYTES",
-    "prove": "SECONDS",
-}
-_REPEATED = {
-    "cuts": "repeat, or separate by commas",
-    "together": "join the modules of a group with +; repeat",
-    "pins": "repeat",
-    "rows_axis": "repeat",
-    "recompute": "repeat",
-}
-_TEXTS = {
-    "replicas": "devices that run each stage on different rows: one number, or one for each stage",
-    "pins": "stage that runs a module",
-    "rows_axis": "axis on which an input has rows, or none",
-    "cache": "search again instead of reusing the plan of an earlier, identical question",
-    "seed": "seed of the weights and of dropout",
-}
-"""Help texts of flags for which the docstring of the option shows Python."""
 
 
-def documented() -> dict[str, tuple[str, str]]:
-    """Return the group and the meaning of each option from the docstring of `Options`."""
-    found: dict[str, tuple[str, str]] = {}
-    group = ""
-    page = inspect.cleandoc(str(Options.__doc__))
-    for heading, name, text in re.findall(r"^(\w.*):$|^ {4}(\w+) +(.*(?:\n {20,}.*)*)", page, re.MULTILINE):
-        group = heading or group
-        if name:
-            found[name] = (group, " ".join(text.split()))
-    return found
+class _Flag(NamedTuple):
+    """How the flag of an option differs from the option.
+
+    metavar: what stands behind it, where it is not the words.  repeat: how it takes several values.  text: its help,
+    where that of the option shows Python.
+    """
+
+    metavar: str = ""
+    repeat: str = ""
+    text: str = ""
+
+
+_FLAGS = {
+    "replicas": _Flag(
+        "N|N,N,...", text="devices that run each stage on different rows: one number, or one for each stage"
+    ),
+    "schedule": _Flag("|".join((*OPTIONS["schedule"].values.choices(), "FILE.csv"))),
+    "stages_per_rank": _Flag("auto|K"),
+    "cuts": _Flag("MODULE", "repeat, or separate by commas"),
+    "together": _Flag("MODULE+MODULE", "join the modules of a group with +; repeat"),
+    "pins": _Flag("MODULE=STAGE", "repeat", "stage that runs a module"),
+    "token_slices": _Flag("auto|K|LENGTHS"),
+    "recompute": _Flag("auto|off|all|PATTERN", "repeat"),
+    "zero": _Flag("auto|0|1"),
+    "bucket_bytes": _Flag("BYTES"),
+    "cache": _Flag(text="search again instead of reusing the plan of an earlier, identical question"),
+    "prove": _Flag("SECONDS"),
+    "rows_axis": _Flag("INPUT=AXIS|none", "repeat", "axis on which an input has rows, or none"),
+    "seed": _Flag(text="seed of the weights and of dropout"),
+}
 
 
 def flag_of(name: str) -> str:
@@ -87,17 +79,24 @@ def flag_of(name: str) -> str:
     return {"pins": "--pin", "cache": "--no-cache"}.get(name, "--" + name.replace("_", "-"))
 
 
-def _parameter(name: str, group: str, text: str) -> inspect.Parameter:
-    """Return the parameter from which typer makes the flag of an option."""
-    kind, text = get_type_hints(Options)[name], _TEXTS.get(name, text)
-    if name in _REPEATED:
-        kind, text = list[str] | None, f"{text} ({_REPEATED[name]})"
-    elif kind is not bool:
-        kind = (int if kind in (int, int | None) and name != "bucket_bytes" else float if kind is float else str) | None
-    metavar = _METAVARS.get(name) or "|".join(choices(name)) or None
-    option = typer.Option(flag_of(name), metavar=metavar, help=text[:1].upper() + text[1:], rich_help_panel=group)
-    default = False if kind is bool else None
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
+def _parameters() -> Iterator[inspect.Parameter]:
+    """Yield the parameters from which typer makes the flags of the options."""
+    kinds, group = get_type_hints(Options), ""
+    for name, row in OPTIONS.items():
+        group = row.group or group
+        if not flag_of(name):
+            continue
+        kind, flag = kinds[name], _FLAGS.get(name, _Flag())
+        text = flag.text or row.text
+        if flag.repeat:
+            kind, text = list[str] | None, f"{text} ({flag.repeat})"
+        elif kind is not bool:
+            whole = kind in (int, int | None) and name != "bucket_bytes"
+            kind = (int if whole else float if kind is float else str) | None
+        metavar = flag.metavar or "|".join(row.values.choices()) or None
+        made = typer.Option(flag_of(name), metavar=metavar, help=text[:1].upper() + text[1:], rich_help_panel=group)
+        default = False if kind is bool else None
+        yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, made])
 
 
 Result = TypeVar("Result")
@@ -108,13 +107,15 @@ def takes_option_flags(command: Callable[..., Result]) -> Callable[..., Result]:
 
     Raises UsageError for a text that is not a value of its option.
     """
-    flags = [_parameter(name, *text) for name, text in documented().items() if flag_of(name)]
+    flags = list(_parameters())
     own = inspect.signature(command, eval_str=True)
 
     @functools.wraps(command)
     def with_flags(**given: Any) -> Result:
         used = {flag.name: given.pop(flag.name) for flag in flags}
         used = {name: _value(name, given) for name, given in used.items() if given is not None and given is not False}
+        if "cache" in used:
+            used["cache"] = False
         return command(flags=used, **given)
 
     parameters = [p for p in own.parameters.values() if p.name != "flags"] + flags
@@ -130,54 +131,52 @@ def _value(name: str, given: Any) -> Any:
     if name == "together":
         return [tuple(text.split("+")) for text in given]
     if name == "pins":
-        pairs = [text.rpartition("=") for text in given]
-        for path, sign, stage in pairs:
-            if not path or not stage.isdecimal():
-                raise UsageError(f"--pin {path + sign + stage!r} is not understood", fix="write --pin lm_head=3")
-        return {path: int(stage) for path, _, stage in pairs}
+        return dict(_pair(text, "--pin", "lm_head=3") for text in given)
     if name == "rows_axis":
-        pairs = [text.rpartition("=") for text in given]
-        for path, sign, axis in pairs:
-            if not path or not (axis == "none" or axis.isdecimal()):
-                raise UsageError(
-                    f"--rows-axis {path + sign + axis!r} is not understood", fix="write --rows-axis positions=1"
-                )
-        return {path: None if axis == "none" else int(axis) for path, _, axis in pairs}
+        return dict(_pair(text, "--rows-axis", "positions=1", none="none") for text in given)
     if name in ("replicas", "token_slices", "zero"):
         words = given.split(",")
         if all(word.strip().isdecimal() for word in words):
             return int(given) if len(words) == 1 else tuple(map(int, words))
-    return given if name != "cache" else False
+    return given
+
+
+def _pair(text: str, flag: str, example: str, none: str = "") -> tuple[str, int | None]:
+    """Return what a text such as "lm_head=3" maps to what.  none: the word for None, "" where that is not possible."""
+    key, _, number = text.rpartition("=")
+    if key and number.isdecimal():
+        return key, int(number)
+    if key and number and number == none:
+        return key, None
+    raise UsageError(f"{flag} {text!r} is not understood", fix=f"write {flag} {example}")
 
 
 def wished(words: list[str]) -> dict[str, Any]:
     """Return options from words such as "stages=4" and "replicas=2,2"; their values may still be impossible.
 
-    Raises UsageError for an unknown option.
+    Raises UsageError for a word without a value, and an option that has no flag.
     """
-    hints, found = get_type_hints(Options), {}
+    kinds, found = get_type_hints(Options), {}
     for word in words:
         name, sign, text = word.partition("=")
         name = {"pin": "pins"}.get(name.lstrip("-"), name.lstrip("-").replace("-", "_"))
         if not sign or not text:
             raise UsageError(f"{word!r} is not an option with a value", fix="write --what-if stages=4 replicas=2")
-        if name in hints and not flag_of(name):
+        if name in OPTIONS and not flag_of(name):
             raise UsageError(f"{name}= cannot be asked on a command line", fix="use autopart.plan in Python")
-        found[name] = _wish(name, text, hints.get(name))
+        found[name] = _wish(name, text, kinds.get(name))
     return found
 
 
 def _wish(name: str, text: str, kind: object) -> Any:
     """Return the value that a text means for an option of this type."""
-    if name in _REPEATED:
+    if name in _FLAGS and _FLAGS[name].repeat:
         return _value(name, [text])
     if kind is bool and text.lower() in ("true", "false"):
         return text.lower() == "true"
     if text.isdecimal():
         return int(text)
     if kind is float:
-        try:
+        with suppress(ValueError):
             return float(text)
-        except ValueError:
-            return text
-    return _value(name, text) if name != "cache" else text
+    return _value(name, text)

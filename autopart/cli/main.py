@@ -23,7 +23,7 @@ from autopart.cli.flags import ClusterName, ModelName, takes_option_flags
 from autopart.cli.model_loader import load_model
 from autopart.cli.output import Json, print_json, prints_results, say
 from autopart.files.clusters import parse_cluster
-from autopart.options import choices, read_options
+from autopart.options import OPTIONS, read_options
 from autopart.pipe.compare import Verification, verify_step
 
 __all__ = ["app", "main"]
@@ -75,7 +75,10 @@ def verify(
     ] = None,
     limit: Annotated[int, typer.Option(min=0, help="Lines of the table")] = 20,
     transport: Annotated[
-        str, typer.Option(metavar="|".join(choices("transport")), help="Transport of messages between ranks")
+        str,
+        typer.Option(
+            metavar="|".join(OPTIONS["transport"].values.choices()), help="Transport of messages between ranks"
+        ),
     ] = "auto",
     as_json: Json = False,
 ) -> None:

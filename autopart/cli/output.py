@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from autopart.ir.printable import printable
+from autopart.ir.errors import printable
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table")]
 

@@ -29,6 +29,7 @@ from torch.utils.benchmark import Timer
 from autopart.costs.measure import wait_for
 from autopart.files.clusters import LOOPBACK, NVLINK, parse_cluster, this_host
 from autopart.ir.cluster import Cluster, Device, Level, Link, check
+from autopart.ir.device_kinds import DEVICE_KINDS
 from autopart.ir.errors import ClusterError
 from autopart.launcher import adopt_task
 from autopart.runtime.activity import waiting
@@ -36,16 +37,8 @@ from autopart.runtime.group.world import World
 from autopart.runtime.launch.local import launch, under_torchrun
 from autopart.runtime.stages.products import multiply
 
-DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("float32", "bfloat16", "float16")}
-SMALL = 64
-SIZES = {"cpu": (SMALL, 2**18, 2**20, 2**22, 2**24), "cuda": (SMALL, 2**20, 2**22, 2**24, 2**26)}
-"""Bytes of the messages, by kind of device."""
 LIMIT_S = 120.0
 """Time limit of the local processes."""
-_LARGEST = {"cpu": 4096, "cuda": 8192}
-"""Rows of the largest matrix product."""
-_COPIED = {"cpu": 2**26, "cuda": 2**29}
-"""Bytes of the copy that measures the memory bandwidth: larger than caches."""
 _BUDGET_S = 0.2
 """Seconds for one rate."""
 _SIZE_BUDGET_S = 2.0
@@ -127,8 +120,9 @@ def rounded(number: float) -> int:
 
 def measure_device(device: torch.device, local: int) -> Device:
     """Measure the device of this rank, one of `local` on this host.  Takes about a second."""
-    rates = {name: rate for name in DTYPES[device.type] if (rate := _matmul_rate(device, name))}
-    source = torch.ones(_COPIED[device.type], dtype=torch.uint8, device=device)
+    kind = DEVICE_KINDS[device.type]
+    rates = {name: rate for name in kind.dtypes if (rate := _matmul_rate(device, name))}
+    source = torch.ones(kind.copied_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     bandwidth = 2 * source.numel() / _seconds("target.copy_(source)", _BUDGET_S, target=target, source=source)
     if device.type == "cuda":
@@ -143,7 +137,7 @@ def _matmul_rate(device: torch.device, dtype: str) -> int:
     """Return the operations per second of a large square product; 0 if the device does not support the dtype."""
     rows, least = 256, _BUDGET_S / 10
     try:
-        while _product_seconds(rows, dtype, device, 0.0) < least and rows < _LARGEST[device.type]:
+        while _product_seconds(rows, dtype, device, 0.0) < least and rows < DEVICE_KINDS[device.type].product_rows:
             rows *= 2
         return rounded(2 * rows**3 / _product_seconds(rows, dtype, device, _BUDGET_S))
     except RuntimeError:
@@ -182,12 +176,13 @@ def pairs_of(sizes: Sequence[int], index: int) -> list[list[Pair]]:
 
 def _measure_level(world: World, sizes: Sequence[int], index: int) -> Link:
     groups = pairs_of(sizes, index)
-    lone = _ping_pong(world, [group[0] for group in groups], SIZES[world.device.type])
+    sizes_bytes = DEVICE_KINDS[world.device.type].message_bytes
+    lone = _ping_pong(world, [group[0] for group in groups], sizes_bytes)
     links = [fit_link(lone[group[0][0]]) for group in groups]
     latency = statistics.median(link.latency_ns for link in links)
     ports: list[float] = [link.bytes_per_s for link in links]
     if len(groups[0]) > 1:
-        together = _ping_pong(world, [pair for group in groups for pair in group], SIZES[world.device.type])
+        together = _ping_pong(world, [pair for group in groups for pair in group], sizes_bytes)
         shared = [sum(fit_link(together[a]).bytes_per_s for a, _ in group) for group in groups]
         ports = [max(alone, several) for alone, several in zip(ports, shared, strict=True)]
     return Link(rounded(latency), rounded(statistics.median(ports)))

@@ -58,9 +58,6 @@ def auto(captured: Captured, device: Device) -> CostedGraph:
     return measured(captured, device) if here and not captured.on_meta else analytic(captured, device)
 
 
-GROUP_NS = {"cpu": 200_000, "cuda": 0}
-"""Overhead of a recomputed group in autograd and Python, in nanoseconds, by kind of device: an order of magnitude,
-measured around groups of one small op; on a GPU the host runs ahead."""
 COST_SOURCES: dict[str, CostSource] = {"auto": auto, "measured": measured, "analytic": analytic}
 """The sources with a name."""
 

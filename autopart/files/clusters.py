@@ -37,12 +37,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml  # type: ignore[import-untyped]
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from autopart.files.documents import PARSERS, parse_yaml, read_document
 from autopart.files.limits import MAX_INTEGER, MAX_LEVELS, MAX_RANKS, MAX_RATES
 from autopart.files.presets import DEVICES, NODES, several
-from autopart.files.reading import brief, malformed, named, problems_of
+from autopart.files.reading import brief, named, validated
 from autopart.ir.cluster import UNMEASURED, Cluster, Device, HostCosts, Level, Link, check
 from autopart.ir.errors import ClusterError
 from autopart.launcher import launcher_variables
@@ -250,10 +250,7 @@ class _ClusterFile(_Entry):
 
 def _from_file(path: Path, host: Host) -> Cluster:
     with named(path, ClusterError, _SCHEMA):
-        try:
-            described = _ClusterFile.model_validate(read_document(path))
-        except ValidationError as error:
-            raise malformed("describes no cluster", problems_of(error)) from None
+        described = validated("describes no cluster", _ClusterFile.model_validate, read_document(path))
     try:
         return check(_built(described, host))
     except ClusterError as error:

@@ -17,18 +17,17 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import chain, islice
 from pathlib import Path
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from autopart.files.json_text import parse_json
 from autopart.files.limits import MAX_BYTES, MAX_RANKS, MAX_ROWS, MOST_PROBLEMS
-from autopart.files.reading import brief, listed, malformed, named, problems_of, read_text, unreadable
+from autopart.files.reading import brief, listed, malformed, named, read_text, unreadable, validated
 from autopart.files.storage import write_whole
 from autopart.ir import plan as plan_ir
 from autopart.ir.decision import AGAIN, Problem
-from autopart.ir.errors import PlanError, PlanFileError
+from autopart.ir.errors import PlanError, PlanFileError, printable
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision, Outlook, Plan, Provenance, Stage
-from autopart.ir.printable import printable
 from autopart.launcher import torchrun_line
 
 VERSION = 4
@@ -75,10 +74,7 @@ def plan_from_json(text: str, source: str = "<plan>") -> Plan:
     """
     with named(source, PlanFileError, AGAIN):
         _check_version(parse_json(text))
-        try:
-            document = _DOCUMENT.validate_json(text, strict=True)
-        except ValidationError as error:
-            raise malformed("is not a valid plan", problems_of(error), _CORRECT) from error
+        document = validated("is not a valid plan", _DOCUMENT.validate_json, text, _CORRECT)
         plan = Plan(document.provenance, document.decision, document.outlook)
         found = chain(_out_of_range(document.decision), plan_ir.problems(plan))
         if problems := list(islice(found, MOST_PROBLEMS)):

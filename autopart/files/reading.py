@@ -8,17 +8,18 @@ from __future__ import annotations
 import os
 import reprlib
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from io import BufferedReader
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from autopart.files.limits import MAX_BYTES, MOST_PROBLEMS, SHOWN, SHOWN_CHARACTERS
 from autopart.ir.decision import Problem
-from autopart.ir.errors import AutopartError
-from autopart.ir.printable import shortened
+from autopart.ir.errors import AutopartError, shortened
 
+Content = TypeVar("Content")
 _OPEN = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 
 
@@ -83,7 +84,15 @@ def malformed(what: str, problems: list[Problem], fix: str = "") -> Exception:
     return unreadable(f"{what}: {len(problems)} problems", where=where, why=why, fix=fix)
 
 
-def problems_of(error: ValidationError) -> list[Problem]:
+def validated(what: str, validate: Callable[[Any], Content], document: Any, fix: str = "") -> Content:
+    """Return what a validator of pydantic makes of a document.  Raises `unreadable` with everything that is wrong."""
+    try:
+        return validate(document)
+    except ValidationError as error:
+        raise malformed(what, _problems_of(error), fix) from error
+
+
+def _problems_of(error: ValidationError) -> list[Problem]:
     """Return what pydantic found wrong, as (path, message) with paths such as stages[1].ranks[0].
 
     For more than `MOST_PROBLEMS` only their number: pydantic lists all or none, and each takes memory.

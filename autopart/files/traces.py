@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from autopart.files.json_text import parse_json
 from autopart.files.limits import MAX_INTEGER, MAX_RANKS
-from autopart.files.reading import malformed, named, problems_of, read_text, unreadable
+from autopart.files.reading import named, read_text, unreadable, validated
 from autopart.ir.actions import parse_action
 from autopart.ir.errors import ProgramError, UsageError
 from autopart.ir.timeline import Span, Timeline
@@ -42,10 +42,8 @@ def load_trace(path: str | os.PathLike[str]) -> Timeline:
         events = document.get("traceEvents") if isinstance(document, dict) else None
         if not isinstance(events, list):
             raise unreadable("is not a trace", where="traceEvents", why="the list of events is missing")
-        try:
-            found = _EVENTS.validate_python([event for event in events if _spans_time(event)])
-        except ValidationError as error:
-            raise malformed("is not a valid trace", problems_of(error)) from error
+        timed = [event for event in events if _spans_time(event)]
+        found = validated("is not a valid trace", _EVENTS.validate_python, timed)
         try:
             spans = [_span(event) for event in found]
         except ProgramError as error:

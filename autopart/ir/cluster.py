@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
 
-from autopart.ir.errors import ClusterError
-from autopart.ir.printable import shortened
+from autopart.ir.device_kinds import DEVICE_KINDS
+from autopart.ir.errors import ClusterError, shortened
 
 Port = tuple[int, int]
 """(index of the level, number of the group inside it)."""
@@ -35,8 +35,8 @@ _DTYPE = re.compile(
 class Device:
     """One device.
 
-    kind: "cpu" or "cuda".  memory_bytes: memory that a plan may use.  flops_per_s: peak rate for dtypes that `rates`
-    does not list.  mem_bytes_per_s: memory bandwidth.  name: product name, such as "H200".  rates: (dtype as in
+    kind: a row of `DEVICE_KINDS`.  memory_bytes: memory that a plan may use.  flops_per_s: peak rate for dtypes that
+    `rates` does not list.  mem_bytes_per_s: memory bandwidth.  name: product name, such as "H200".  rates: (dtype as in
     `Value.dtype`, peak rate).  efficiency, memory_efficiency: shares of peak rates and of the memory bandwidth that
     kernels reach.  price_per_hour: in any currency, 0 if it is not known; no plan depends on it.
     """
@@ -176,8 +176,8 @@ class Cluster:
 
     @property
     def kind(self) -> str:
-        """Kind of the devices: "cuda" if any is one, else "cpu"."""
-        return "cuda" if any(d.kind == "cuda" for d in self.devices) else "cpu"
+        """Kind of the devices, which all have one."""
+        return self.devices[0].kind
 
 
 def check(cluster: Cluster) -> Cluster:
@@ -187,8 +187,8 @@ def check(cluster: Cluster) -> Cluster:
     for rank, device in enumerate(cluster.devices):
         if rank == 0 or device is not cluster.devices[rank - 1]:  # equal neighbours mostly are one object
             _check_device(rank, device)
-    if len({d.kind for d in cluster.devices}) > 1:
-        raise ClusterError("the cluster mixes cpu and cuda devices", fix="use one kind")
+    if len(kinds := sorted({d.kind for d in cluster.devices})) > 1:
+        raise ClusterError(f"the cluster mixes {' and '.join(kinds)} devices", fix="use one kind")
     if not cluster.levels:
         raise ClusterError("the cluster has no links", fix="give at least one level")
     size = 1
@@ -212,8 +212,8 @@ def _check_device(rank: int, device: Device) -> None:
     def fail(what: str, fix: str = "") -> ClusterError:
         return ClusterError(f"device {rank} {what}", where=shortened(repr(device), 300), fix=fix)
 
-    if device.kind not in ("cpu", "cuda"):
-        raise fail(f"is of unknown kind {device.kind!r}", 'use "cpu" or "cuda"')
+    if device.kind not in DEVICE_KINDS:
+        raise fail(f"is of unknown kind {device.kind!r}", "use " + " or ".join(f'"{kind}"' for kind in DEVICE_KINDS))
     if not device.name.isprintable() or len(device.name) > 100:
         raise fail("has a name that is not printable, or longer than 100 characters")
     seen: set[str] = set()

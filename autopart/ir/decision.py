@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from autopart.ir.actions import COMPUTE, parse_action
-from autopart.ir.errors import PlanError, ProgramError
+from autopart.ir.errors import PlanError, ProgramError, printable, shortened
 from autopart.ir.graph import Graph, module_range
-from autopart.ir.printable import printable, shortened
 from autopart.ir.program import BUCKET_BYTES, MAX_BUCKET_BYTES
 from autopart.ir.shares import Division, Policy, copies_of, division, division_problems
 

@@ -15,16 +15,32 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from autopart.ir.printable import printable
-
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+def printable(text: str, *, keep: str = "") -> str:
+    """Escape every character that is not printable as Python does (`\\x1b`, `\\u202e`), except those in `keep`.
+
+    Not printable are control characters, marks that change the direction of writing, and lone surrogates: names and
+    notes come from files, and may hold escape sequences of a terminal.
+    """
+    if text.isprintable():
+        return text
+    shown = (c if c.isprintable() or c in keep else c.encode("unicode_escape").decode("ascii") for c in text)
+    return "".join(shown)
+
+
+def shortened(text: str, most: int = 60) -> str:
+    """Return the text, printable and cut to `most` characters."""
+    shown = printable(text[: most + 1])
+    return shown if len(shown) <= most else shown[: most - 3] + "..."
 
 
 class AutopartError(Exception):
     """Base of all errors raised on purpose.
 
     what: one line without a full stop.  where: module path and file:line of the user's code.  why: the reason.  fix:
-    what to do, ready to be typed.  Characters that a terminal would interpret are escaped (`ir.printable`).
+    what to do, ready to be typed.  Characters that a terminal would interpret are escaped (`printable`).
     everywhere: whether all ranks raise it, so that one of them may print it for all.
     """
 

@@ -9,8 +9,8 @@ from collections.abc import Container, Sequence
 from itertools import groupby
 
 from autopart.ir.decision import Decision, Stage
+from autopart.ir.errors import printable, shortened
 from autopart.ir.outlook import Estimate, Outlook
-from autopart.ir.printable import printable, shortened
 from autopart.ir.program import BUCKET_BYTES
 
 COST_DESCRIPTIONS = {

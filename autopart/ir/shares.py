@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 from math import gcd, lcm
 from typing import Literal
 
-from autopart.ir.printable import shortened
+from autopart.ir.errors import shortened
 
 Policy = Literal["split", "turn"]
 """How replicas divide the work: shares of the rows of every micro-batch, or whole micro-batches, round robin."""

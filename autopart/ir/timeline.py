@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from autopart.ir.actions import COMPUTE, RECEIVE, Action, parse_action
@@ -22,6 +22,16 @@ class Span:
     start_ns: int
     end_ns: int
 
+    @property
+    def ns(self) -> int:
+        """How long it takes, in nanoseconds."""
+        return self.end_ns - self.start_ns
+
+
+def computing_ns(spans: Iterable[Span]) -> int:
+    """Return the nanoseconds of the computes among spans."""
+    return sum(span.ns for span in spans if span.action.is_a.role == COMPUTE)
+
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
@@ -35,9 +45,22 @@ class Timeline:
         """End of the last span, in nanoseconds."""
         return max((span.end_ns for span in self.spans), default=0)
 
+    @property
+    def bubble(self) -> float:
+        """The share of the step in which ranks that have spans do not compute."""
+        whole = len({span.rank for span in self.spans}) * self.step_ns
+        return max(0.0, 1 - computing_ns(self.spans) / whole) if whole else 0.0
+
     def busy_ns(self, rank: int) -> int:
         """Return the nanoseconds that a rank spends computing."""
-        return sum(s.end_ns - s.start_ns for s in self.spans if s.rank == rank and s.action.is_a.role == COMPUTE)
+        return computing_ns(span for span in self.spans if span.rank == rank)
+
+    def by_rank(self) -> dict[int, list[Span]]:
+        """Return the spans of each rank that has some, in order of their start; ranks ascend."""
+        found: dict[int, list[Span]] = {}
+        for span in sorted(self.spans, key=lambda span: (span.rank, span.start_ns, span.end_ns)):
+            found.setdefault(span.rank, []).append(span)
+        return found
 
 
 _LINE = re.compile(r"rank (\d{1,9}):((?: [0-9A-Z.<>]{2,40}@\d{1,18}\+\d{1,18})*)$")
@@ -53,7 +76,7 @@ def spans_text(timeline: Timeline) -> tuple[str, ...]:
         return ()
     lines: dict[int, list[str]] = {}
     for span in kept:
-        lines.setdefault(span.rank, []).append(f"{span.action}@{span.start_ns}+{span.end_ns - span.start_ns}")
+        lines.setdefault(span.rank, []).append(f"{span.action}@{span.start_ns}+{span.ns}")
     return tuple(" ".join([f"rank {rank}:", *lines[rank]]) for rank in sorted(lines))
 
 

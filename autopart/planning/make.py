@@ -19,10 +19,11 @@ from autopart.capture.gc_pause import gc_paused
 from autopart.capture.trace.autocast import is_stand_in
 from autopart.capture.trace.gradients import require_something_to_train
 from autopart.costs.optimizer_state import narrowest_bytes, state_factor
-from autopart.costs.sources import GROUP_NS, CostedGraph, costed, source_for
+from autopart.costs.sources import CostedGraph, costed, source_for
 from autopart.files.caches.plan_cache import find_plan, keep_plan, planner_digest
 from autopart.files.plans import VERSION, load_plan, match_plan
 from autopart.ir.cluster import Cluster
+from autopart.ir.device_kinds import DEVICE_KINDS
 from autopart.ir.errors import AutopartError, CaptureError, InfeasibleError, PlanError, RefusedError, UsageError
 from autopart.ir.graph import Graph, LossReduction
 from autopart.ir.plan import Plan, Precision
@@ -166,7 +167,8 @@ def _built(task: PlanningTask, costs: CostedGraph) -> Plan:
     twin = task.family.twin(costs.graph)
     request, notes = _request(task, costs.graph)
     cost_model = CostModel(costs.graph, twin, device_types(task.cluster))
-    asked = PlannerInput(costs.graph, cost_model, torch.__version__, costs.source, GROUP_NS[task.cluster.kind])
+    group_ns = DEVICE_KINDS[task.cluster.kind].group_ns
+    asked = PlannerInput(costs.graph, cost_model, torch.__version__, costs.source, group_ns)
     plan = _found_or_built(asked, twin, task.cluster, request, task.options)
     precision = precision_of(task.options, None)
     if is_stand_in(precision, task.cluster.kind):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from autopart.batch.batch import Batch
 from autopart.capture import CaptureCache, Captured
 from autopart.costs.optimizer_state import narrowest_bytes, state_factor
-from autopart.costs.sources import COST_SOURCES, GROUP_NS, costed
+from autopart.costs.sources import COST_SOURCES, costed
 from autopart.ir.cluster import Cluster
+from autopart.ir.device_kinds import DEVICE_KINDS
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program
 from autopart.ir.size import Size
@@ -67,5 +68,6 @@ def _estimated(
         if recipe is not None:
             axis = recipe.axis()
             slices = slice_shares(graph, axis.tokens, axis.behind, axis.once, cluster.devices[0])
-    estimator = Estimator(cluster, cost_model, factor, overlap=True, slices=slices, group_ns=GROUP_NS[cluster.kind])
+    group_ns = DEVICE_KINDS[cluster.kind].group_ns
+    estimator = Estimator(cluster, cost_model, factor, overlap=True, slices=slices, group_ns=group_ns)
     return check_program(route(plan.decision, graph), plan.schedule), estimator

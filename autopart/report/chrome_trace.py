@@ -13,11 +13,9 @@ def chrome_trace(timeline: Timeline, *, name: str = "autopart") -> str:
     Each rank has lane 0 for its own work, and as many lanes for messages as overlap.  name: of the run, as "simulated".
     """
     events: list[dict[str, object]] = []
-    ranks = sorted({span.rank for span in timeline.spans})
-    for rank in ranks:
+    for rank, spans in timeline.by_rank().items():
         events.append({"name": "process_name", "ph": "M", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}})
         events.append({"name": "process_sort_index", "ph": "M", "pid": rank, "tid": 0, "args": {"sort_index": rank}})
-        spans = sorted((s for s in timeline.spans if s.rank == rank), key=lambda s: (s.start_ns, s.end_ns))
         lanes = _lanes(spans)
         for lane in sorted(set(lanes)):
             what = "compute" if lane == 0 else f"messages {lane}"
@@ -55,7 +53,7 @@ def _event(span: Span, lane: int) -> dict[str, object]:
         "cat": action.is_a.label,
         "ph": "X",
         "ts": span.start_ns / 1000,
-        "dur": (span.end_ns - span.start_ns) / 1000,
+        "dur": span.ns / 1000,
         "pid": span.rank,
         "tid": lane,
         "args": facts,

@@ -13,8 +13,8 @@ from itertools import accumulate
 from xml.sax.saxutils import escape
 
 from autopart.ir.actions import ACTIONS, BACKWARD, COMPUTE, FORWARD, IN_FLIGHT, SEND
-from autopart.ir.printable import printable
-from autopart.ir.timeline import Span, Timeline
+from autopart.ir.errors import printable
+from autopart.ir.timeline import Span, Timeline, computing_ns
 
 COLOURS = {"F": "#c4dcf2", "W": "#e39a3b", "I": "#5b93c9", "B": "#2b66a3"}
 """Fill of each compute; others, sums and the optimizer have `SUMS`."""
@@ -66,7 +66,7 @@ class _Row:
     @property
     def busy_ns(self) -> int:
         """Nanoseconds of its computes."""
-        return sum(span.end_ns - span.start_ns for span in self.spans if span.action.is_a.role == COMPUTE)
+        return computing_ns(self.spans)
 
 
 def timeline_svg(timelines: Mapping[str, Timeline], *, width: int = 1200) -> str:
@@ -97,15 +97,11 @@ def timeline_svg(timelines: Mapping[str, Timeline], *, width: int = 1200) -> str
 
 def _rows(timeline: Timeline) -> list[_Row]:
     """Return a row for each rank, ascending."""
-    spans: dict[int, list[Span]] = {}
-    for span in timeline.spans:
-        spans.setdefault(span.rank, []).append(span)
-    return [_row(rank, tuple(spans[rank])) for rank in sorted(spans)]
-
-
-def _row(rank: int, spans: tuple[Span, ...]) -> _Row:
-    stages = {span.action.stage for span in spans if span.action.is_a.role == COMPUTE}
-    return _Row(rank, spans, tuple(sorted(stages)) or (0,), _held(spans))
+    rows = []
+    for rank, spans in timeline.by_rank().items():
+        stages = {span.action.stage for span in spans if span.action.is_a.role == COMPUTE}
+        rows.append(_Row(rank, tuple(spans), tuple(sorted(stages)) or (0,), _held(spans)))
+    return rows
 
 
 def _held(spans: Sequence[Span]) -> tuple[tuple[int, int], ...]:
@@ -128,8 +124,7 @@ def _held(spans: Sequence[Span]) -> tuple[tuple[int, int], ...]:
 def _panel(name: str, timeline: Timeline, rows: list[_Row], scale: _Scale, y: float) -> Iterator[str]:
     """Yield the elements of one timeline, whose top is at y."""
     step_ns = timeline.step_ns or 1
-    idle = 1 - sum(row.busy_ns for row in rows) / (len(rows) * step_ns or 1)
-    facts = f"{name}: step {timeline.step_ns / 1e6:.2f} ms, {idle:.1%} of the ranks' time without computes"
+    facts = f"{name}: step {timeline.step_ns / 1e6:.2f} ms, {timeline.bubble:.1%} of the ranks' time without computes"
     yield f'<g class="timeline"><title>{_said(facts)}</title>'
     yield _text(LEFT, y + 14, facts, weight="bold")
     y += TOP
@@ -158,9 +153,9 @@ def _drawn(row: _Row, scale: _Scale, y: float, most: int) -> Iterator[str]:
         kind = span.action.is_a
         if kind.role == COMPUTE:
             yield _compute(span, scale, y + scale.lane * row.stages.index(span.action.stage), len(row.stages) > 1)
-        elif not kind.is_message and span.end_ns > span.start_ns:
+        elif not kind.is_message and span.ns:
             yield _bar(span, scale, y, height, SUMS)
-    sends = [span for span in row.spans if span.action.is_a.role == SEND and span.end_ns > span.start_ns]
+    sends = [span for span in row.spans if span.action.is_a.role == SEND and span.ns]
     for way, fill in ((FORWARD, FORWARD_MESSAGE), (BACKWARD, BACKWARD_MESSAGE)):
         yield from _messages([span for span in sends if span.action.is_a.way == way], scale, y + height, fill)
     yield from _holding(row, scale, y + height + scale.messages, most)
@@ -169,7 +164,7 @@ def _drawn(row: _Row, scale: _Scale, y: float, most: int) -> Iterator[str]:
 def _compute(span: Span, scale: _Scale, y: float, several: bool) -> str:
     fill = COLOURS.get(span.action.kind, SUMS)
     bar = _bar(span, scale, y, scale.lane, fill)
-    room = (span.end_ns - span.start_ns) * scale.width / scale.step_ns
+    room = span.ns * scale.width / scale.step_ns
     own = str(span.action).removeprefix(str(span.action.stage))
     texts = (str(span.action) if several else own, own, span.action.kind)
     label = next((text for text in texts if len(text) * LETTER <= room - 1), "")
@@ -196,11 +191,11 @@ def _messages(sends: list[Span], scale: _Scale, y: float, fill: str) -> Iterator
     if sends:
         height = scale.messages * 0.8
         shape = "".join(
-            f"M{scale.x(s.start_ns):.2f} {y:.2f}h{(s.end_ns - s.start_ns) * scale.width / scale.step_ns:.2f}"
+            f"M{scale.x(s.start_ns):.2f} {y:.2f}h{s.ns * scale.width / scale.step_ns:.2f}"
             f"v{height:.2f}H{scale.x(s.start_ns):.2f}z"
             for s in sends
         )
-        busy_ms = sum(s.end_ns - s.start_ns for s in sends) / 1e6
+        busy_ms = sum(s.ns for s in sends) / 1e6
         title = _said(f"{sends[0].action.is_a.label}: {len(sends)} messages, {busy_ms:.3f} ms")
         yield f'<path class="{sends[0].action.kind}" d="{shape}" fill="{fill}"><title>{title}</title></path>'
 

@@ -37,17 +37,11 @@ def timeline_text(timeline: Timeline, width: int = 100, *, step_ns: int = 0) -> 
     if width < 1:
         raise ValueError(f"width is {width}, must be at least 1")
     step = step_ns or timeline.step_ns or 1
-    own: dict[int, list[Span]] = {span.rank: [] for span in timeline.spans}
-    for span in timeline.spans:
-        if not span.action.is_a.is_message:
-            own[span.rank].append(span)
+    every = timeline.by_rank()
+    own = {rank: [span for span in every[rank] if not span.action.is_a.is_message] for rank in every}
     draw = _labelled if 2 * max(map(len, own.values()), default=0) <= width else _sampled
     digits = len(str(max(own, default=0)))
-    lines = []
-    for rank in sorted(own):
-        spans = sorted(own[rank], key=lambda span: (span.start_ns, span.end_ns))
-        lines.append(f"rank {rank:<{digits}} |{draw(spans, width, step)}|")
-    return "\n".join(lines) + "\n" if lines else ""
+    return "".join(f"rank {rank:<{digits}} |{draw(spans, width, step)}|\n" for rank, spans in own.items())
 
 
 def _labelled(spans: Sequence[Span], width: int, step_ns: int) -> str:

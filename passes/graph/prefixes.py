@@ -11,9 +11,8 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from autopart.ir.errors import UsageError
+from autopart.ir.errors import UsageError, shortened
 from autopart.ir.graph import Graph
-from autopart.ir.printable import shortened
 from autopart.passes.graph.cuts import module_paths
 from autopart.passes.graph.module_groups import outermost_fitting
 

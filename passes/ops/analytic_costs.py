@@ -21,6 +21,7 @@ from dataclasses import replace
 
 from autopart.ir.cluster import Device
 from autopart.ir.cost import Cost
+from autopart.ir.device_kinds import DEVICE_KINDS
 from autopart.ir.graph import Graph, Literal, Op, Param, Value
 from autopart.ir.size import Size
 from autopart.passes.ops.casts import cast_parameter, cast_values
@@ -32,8 +33,6 @@ from autopart.passes.ops.row import CREATION, VIEW, OpRow
 from autopart.passes.ops.table import row_of
 from autopart.passes.ops.weight_parts import weight_parts
 
-LAUNCH_NS = {"cpu": 3_000, "cuda": 6_000}
-"""Nanoseconds to dispatch one op from Python: measured order of magnitude of eager PyTorch."""
 _FLOATING = ("float", "bfloat", "complex")
 
 
@@ -126,7 +125,7 @@ def roofline_ns(work: int, moved: int, device: Device, dtype: str = "") -> int:
     """Nanoseconds of one op: the larger of computing in `dtype` and moving bytes, plus one launch."""
     compute = -(-work * 1_000_000_000 // device.reached(dtype))
     memory = -(-moved * 1_000_000_000 // device.reached_bytes_per_s)
-    return max(compute, memory) + LAUNCH_NS[device.kind]
+    return max(compute, memory) + DEVICE_KINDS[device.kind].launch_ns
 
 
 def _backward_ns(

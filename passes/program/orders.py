@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from autopart.ir.actions import Action
-from autopart.ir.errors import ProgramError
+from autopart.ir.errors import ProgramError, shortened
 from autopart.ir.plan import Decision
-from autopart.ir.printable import shortened
 
 Turn = tuple[str, int, int]
 """One compute: its kind, its stage and its unit: the micro-batch, or with s slices s * micro-batch + slice."""

@@ -14,8 +14,7 @@ from functools import lru_cache
 from math import lcm
 
 from autopart.ir.actions import ACTIONS, COMPUTE, COMPUTES, FORWARD, IN_FLIGHT, Action, hands_on, parse_action
-from autopart.ir.errors import ProgramError, UsageError
-from autopart.ir.printable import shortened
+from autopart.ir.errors import ProgramError, UsageError, shortened
 from autopart.passes.program.named import BUILT_IN, FAMILY, SEARCHED, ahead_of
 from autopart.passes.program.orders import Order, Schedule, Shape, Turn
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import log2
 
+from autopart.ir.device_kinds import DEVICE_KINDS
 from autopart.passes.program.orders import ONE, placed
 from autopart.passes.program.schedules import find
 from autopart.passes.search.layout import Layout
@@ -25,11 +26,6 @@ more than that from measured ones (benchmarks/results/prediction.json), while ea
 micro-batch, and one more device that all others wait for.  For 15 stages instead of 16 it is 0.2 %."""
 OTHER_ORDER = 0.02
 """A schedule that is not of 1F1B's family is chosen if it saves at least this part of the step."""
-
-
-COMPUTE_NS = {"cpu": 300_000, "cuda": 30_000}
-"""Nanoseconds by which each further compute of a rank has to shorten the step: to begin it, and to post its messages,
-is left out by the simulation.  An order of magnitude."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +69,7 @@ class Candidate:
         if not self.other_order:
             return float(step_ns * (1 + DOUBLING) ** log2(self.stages))
         each = self.per_rank * (3 if find(self.schedule).splits else 2)
-        more_ns = len(self.micro_rows) * (each - 2) * COMPUTE_NS[kind]
+        more_ns = len(self.micro_rows) * (each - 2) * DEVICE_KINDS[kind].compute_ns
         return float((step_ns + more_ns) * (1 + DOUBLING) ** log2(self.stages) * (1 + OTHER_ORDER))
 
     @property

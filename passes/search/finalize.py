@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 
+from autopart.ir.device_kinds import DEVICE_KINDS
 from autopart.ir.graph import Graph, stage_modules
 from autopart.ir.plan import Decision, Outlook, Stage, check_decision
 from autopart.ir.program import Program
@@ -115,7 +116,7 @@ def finalize(
     if not proven:
         return min(lacking, key=lambda each: each.over_bytes)
     taken = min(proven, key=lambda each: (each.preference, each.step_ns))
-    if estimator.cluster.kind == "cuda":
+    if DEVICE_KINDS[estimator.cluster.kind].transport == "nccl":
         prove_messages(taken.program)
     return _explained(taken, proven, seen, known_ns, graph, space, estimator)
 

@@ -22,6 +22,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from autopart.ir.device_kinds import DEVICE_KINDS
 from autopart.ir.program import MESSAGES_AHEAD
 from autopart.ir.size import Size
 from autopart.passes.graph.chain import RangeCosts, largest
@@ -208,7 +209,7 @@ class StageCostTables:
         """Return the nanoseconds of a micro-batch with recomputation; INFEASIBLE where not allowed or too large."""
         forward, _, time = self._times(share, place.device_types)
         costs = self.space.costs
-        if any(costs.device_types[device_type].kind == "cpu" for device_type in place.device_types):
+        if not DEVICE_KINDS[costs.cluster.kind].beside:
             time = time + self._copying(replicas, place.device_types)
         recomputed = self._recomputed(live, replicas, share, place)
         if recomputed is None:

@@ -31,12 +31,11 @@ import numpy.typing as npt
 
 from autopart.ir.cluster import Device
 from autopart.ir.cost import Cost
+from autopart.ir.device_kinds import DEVICE_KINDS
 from autopart.ir.graph import Graph
 from autopart.passes.tokens.lengths import Ints
 
 Floats = npt.NDArray[np.float64]
-LAUNCH_NS = {"cpu": 15_000, "cuda": 10_000}
-"""Nanoseconds that an op takes however short the slice is, autograd included: an order of magnitude."""
 _FIXED, _EACH, _BEHIND, _ONCE, _ADDED = range(5)
 READ, WRITTEN, ADDED = 1, 1, 3
 """Passes over the bytes of weights for each slice: its forward and its backward read them, its backward writes
@@ -155,10 +154,9 @@ def slice_shares(graph: Graph, tokens: int, behind: Iterable[str], once: Iterabl
         }
         return {name: ns_per_byte * size for name, size in sizes.items()}
 
-    costs, launch_ns = {op.name: op.cost for op in graph.ops}, LAUNCH_NS[device.kind]
+    costs, kind = {op.name: op.cost for op in graph.ops}, DEVICE_KINDS[device.kind]
     times = passing_ns(False), passing_ns(True)
-    hides = device.kind == "cuda"
-    return SliceShares(tokens, costs, frozenset(behind), frozenset(once), launch_ns, *times, hides=hides)
+    return SliceShares(tokens, costs, frozenset(behind), frozenset(once), kind.slice_ns, *times, hides=kind.beside)
 
 
 def contexts_of(lengths: Sequence[int]) -> Ints:

@@ -41,6 +41,7 @@ from itertools import chain
 
 from autopart.ir.actions import BACKWARD, FORWARD
 from autopart.ir.cluster import Cluster, Device
+from autopart.ir.device_kinds import DEVICE_KINDS
 from autopart.ir.graph import Graph, Param
 from autopart.ir.plan import Decision, Estimate, Stage
 from autopart.ir.program import MESSAGES_AHEAD, Edge
@@ -150,16 +151,10 @@ def summed_bytes(param: Param) -> int:
     return param.size_bytes * 2 if param.dtype in ("float16", "bfloat16") else param.size_bytes
 
 
-STATE_PASSES = {"cpu": 8.5, "cuda": 2.0}
-"""How often a tensor of an optimizer's state costs a pass over memory as large as the parameters.  On GPUs a step is
-one kernel, which reads and writes each once.  On CPUs torch's optimizers run operation by operation: 20 passes for
-AdamW, 11 for SGD with momentum and weight decay."""
-
-
 def optimizer_ns(trained_bytes: int, state_factor: float, device: Device) -> int:
     """Return the nanoseconds of an optimizer step over parameters of trained_bytes: the weights are read and written,
-    the gradients are read, and `STATE_PASSES`."""
-    passes = 3 + STATE_PASSES[device.kind] * state_factor
+    the gradients are read, and those over its state (`DeviceKind`)."""
+    passes = 3 + DEVICE_KINDS[device.kind].state_passes * state_factor
     return int(trained_bytes * passes * 1e9 / device.reached_bytes_per_s)
 
 
@@ -174,7 +169,7 @@ def copying_ns(size_bytes: int, devices: Sequence[Device]) -> int:
     A GPU's messages pass beside its work.  On a CPU the cores that compute copy each of them twice, to or from the
     socket, and read and write it each time.
     """
-    rates = [device.reached_bytes_per_s for device in devices if device.kind == "cpu"]
+    rates = [device.reached_bytes_per_s for device in devices if not DEVICE_KINDS[device.kind].beside]
     return int(4 * size_bytes * 1e9 / min(rates)) if rates else 0
 
 
@@ -184,7 +179,7 @@ def summing_ns(size_bytes: int, ranks: Sequence[int], cluster: Cluster) -> int:
     A GPU sums beside its work.  On a CPU each rank sends 2 (n - 1) / n of the bytes and receives as many
     (`copying_ns`), adds half of those, and copies gradients into buckets.
     """
-    if cluster.kind != "cpu" or len(ranks) < 2:
+    if DEVICE_KINDS[cluster.kind].beside or len(ranks) < 2:
         return 0
     passing = 2 * size_bytes * (len(ranks) - 1) // len(ranks)
     devices = [cluster.devices[rank] for rank in ranks]

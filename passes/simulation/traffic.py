@@ -16,6 +16,7 @@ from functools import cache, partial
 
 from autopart.ir.cluster import Cluster, Port
 from autopart.ir.decision import Stage
+from autopart.ir.device_kinds import DEVICE_KINDS
 from autopart.ir.shares import common_period, split_rows
 
 _Hop = tuple[int, int, float]
@@ -85,7 +86,7 @@ def owners_load(cluster: Cluster, ranks: tuple[int, ...]) -> PortLoad:
     NCCL passes a bucket once around the ring.  Gloo scatters its sums over all ranks first, and its owner gathers them:
     1 + 1 / n turns of the ring (counted on the wire for 2 to 8 ranks).  O(ranks).
     """
-    return ring_load(cluster, ranks, 1 + 1 / len(ranks) if cluster.kind == "cpu" else 1)
+    return ring_load(cluster, ranks, 1 + 1 / len(ranks) if DEVICE_KINDS[cluster.kind].transport == "gloo" else 1)
 
 
 def ring_load(cluster: Cluster, ranks: tuple[int, ...], turns: float) -> PortLoad:

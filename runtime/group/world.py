@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from autopart.ir.device_kinds import DEVICE_KINDS
 from autopart.ir.errors import AutopartError, ClusterError
 from autopart.launcher import launcher_variables, torchrun_line
 from autopart.runtime.activity import current, waiting
@@ -356,7 +357,7 @@ def transport_of(kind: str, asked: str) -> str:
     if asked == NCCL and kind != "cuda":
         raise ClusterError("transport is nccl, and the cluster has no CUDA devices", fix='use transport="gloo"')
     if asked == AUTO:
-        return NCCL if kind == "cuda" else GLOO
+        return DEVICE_KINDS[kind].transport
     return asked
 
 

@@ -203,7 +203,6 @@ def test_mistakes_in_files_are_named_by_their_place(tmp_path: Path, text: str, w
     [
         ("devices: [{kind: cpu}, {kind: cuda}]", "c.yaml: the cluster mixes cpu and cuda"),
         ("devices: [{kind: cpu, count: 65536}, {kind: cpu}]", "c.yaml: 65537 devices"),
-        ("devices: [{kind: cpu, flops: {half: 1}}]", "c.yaml: device 0 has a rate for 'half', which is not a dtype"),
         (
             'devices: [{kind: cpu, name: "a\\nb", memory: 1, flops: 1, memory_bandwidth: 1}]',
             "c.yaml: device 0 has a name that is not printable",
@@ -228,9 +227,6 @@ def test_clusters_that_make_no_sense_are_refused_by_file(tmp_path: Path, text: s
     [
         ("c.yaml", "devices: [\n", "not valid YAML\n  where: line 2, column 1"),
         ("c.yaml", "devices: [{kind: cpu, kind: cuda}]", "key 'kind' appears twice"),
-        ("c.yaml", "!!python/object:os.system {}", "not valid YAML"),
-        ("c.yaml", "{[a]: 2}", "not valid YAML"),
-        ("c.yaml", "[" * 10_000, "not valid YAML"),
         ("c.toml", "devices = [", "not valid TOML"),
         ("c.json", '{"devices": [}', "not valid JSON\n  where: line 1, column 14"),
         ("c.json", "NaN", "not valid JSON"),
@@ -240,15 +236,6 @@ def test_files_that_cannot_be_parsed(tmp_path: Path, name: str, text: str, says:
     with pytest.raises(ClusterError) as caught:
         read(tmp_path / name, text)
     assert says in str(caught.value)
-
-
-def test_a_file_of_aliases_within_aliases_gets_a_short_message(tmp_path: Path) -> None:
-    lines = ["a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1]"]
-    for before, name in zip("abcdefghi", "bcdefghij", strict=True):
-        lines.append(f"{name}: &{name} [{', '.join(['*' + before] * 9)}]")
-    with pytest.raises(ClusterError) as caught:
-        read(tmp_path / "c.yaml", "\n".join([*lines, "devices: [*j]"]))
-    assert len(str(caught.value)) < 2000
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_a_name_never_selects_figures_that_are_not_its_own(
     assert there == tuple(mine if given else sheets for mine, sheets, given in zip(own, known, stated, strict=True))
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "float8_e4m3", "float8", "fp32", "Float32", "float61"])
+@pytest.mark.parametrize("dtype", ["bf16", "float8_e4m3", "float8", "fp32", "Float32", "float61", "half"])
 def test_a_rate_for_what_is_no_dtype_is_refused(tmp_path: Path, dtype: str) -> None:
-    with pytest.raises(ClusterError, match="which is not a dtype"):
+    with pytest.raises(ClusterError, match=f"c.yaml: device 0 has a rate for '{dtype}', which is not a dtype"):
         read(tmp_path / "c.yaml", f"devices: [{{kind: cuda, flops: {{{dtype}: 1e14}}}}]")

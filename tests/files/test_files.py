@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.languages.plans import changed, example, plans
 
 from autopart.files import json_text
@@ -44,60 +41,6 @@ def test_the_layout_is_one_op_a_line_and_numbers_side_by_side() -> None:
     assert '          "b"' in lines and '        "ranks": [0],' in lines and '    "micro_rows": [2, 2],' in lines
     assert sum('"fwd_ns": 1, "bwd_ns": 2' in line for line in lines) == 2
     assert plan_to_json(example()).endswith("}\n")
-
-
-@settings(max_examples=200, deadline=None)
-@given(plans(), st.data())
-def test_truncated_text_is_refused(plan: Plan, data: st.DataObject) -> None:
-    text = plan_to_json(plan)
-    with pytest.raises(PlanFileError):
-        plan_from_json(text[: data.draw(st.integers(0, len(text) - 2))])
-
-
-@settings(max_examples=200, deadline=None)
-@given(plans(), st.data())
-def test_an_edited_character_gives_a_plan_or_a_refusal(plan: Plan, data: st.DataObject) -> None:
-    text = plan_to_json(plan)
-    at = data.draw(st.integers(0, len(text) - 1))
-    letter = data.draw(st.sampled_from('0123456789.eE+-"[]{},:truefalsn \n\\') | st.characters())
-    _plan_or_refusal(text[:at] + letter + text[at + data.draw(st.integers(0, 1)) :])
-
-
-JUNK = st.recursive(
-    st.none() | st.booleans() | st.integers(-5, 5) | st.floats() | st.text(max_size=3),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
-    max_leaves=6,
-)
-
-
-@settings(max_examples=200, deadline=None)
-@given(plans(), st.data())
-def test_an_edited_node_gives_a_plan_or_a_refusal(plan: Plan, data: st.DataObject) -> None:
-    document = json.loads(plan_to_json(plan))
-    places = list(_places(document))
-    holder, key = data.draw(st.sampled_from(places))
-    if data.draw(st.booleans()):
-        holder[key] = data.draw(JUNK)
-    else:
-        del holder[key]
-    _plan_or_refusal(json.dumps(document))
-
-
-def _places(node: Any) -> Any:
-    keys = node.keys() if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ()
-    for key in keys:
-        yield node, key
-        yield from _places(node[key])
-
-
-def _plan_or_refusal(text: str) -> None:
-    try:
-        plan = plan_from_json(text)
-    except PlanFileError as error:
-        assert error.where or error.why
-        return
-    check(plan)
-    assert plan_from_json(plan_to_json(plan)) == plan
 
 
 BOTH_AGAIN = "decision.stages[0].recompute, decision.stages[1].recompute"
@@ -174,7 +117,8 @@ def test_every_problem_is_reported_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "null", "3", "[]", "{}", '"plan"', "[" * 10**5, '{"version": ' + "1" * 5000 + "}"]
+    "text",
+    ["", "null", "3", "[]", "{}", '"plan"', '{"version": ' + "1" * 5000 + "}", plan_to_json(example())[:-2]],
 )
 def test_what_is_no_plan_at_all_is_refused(text: str) -> None:
     with pytest.raises(PlanFileError):

@@ -26,7 +26,7 @@ from autopart.files.caches.plan_cache import find_plan, plan_path
 from autopart.files.clusters import cluster_to_dict, cluster_to_yaml, parse_cluster
 from autopart.files.plans import diff_plans, load_plan, plan_from_json, plan_to_json
 from autopart.ir.cluster import Cluster
-from autopart.ir.errors import AutopartError
+from autopart.ir.errors import AutopartError, PlanFileError
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan, check
 from autopart.passes.pipeline import PlannerInput, build
@@ -146,6 +146,7 @@ def attempt(use: Any, raw: bytes, folder: Path, subject: Subject) -> str:
     except AutopartError as error:
         shown(str(error))
         assert len(str(error)) < 6000
+        assert error.where or error.why or not isinstance(error, PlanFileError)
         return "refused"
 
 
@@ -204,8 +205,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_broken_file_is_refused_by_our_own_error_or_is_of_use(subject: Subject, folder: Path) -> None:
-    found = broken_files(300, subject, folder)
-    assert sum(found.values()) == 300 and {"plan refused", "entry ignored", "yaml read"} <= set(found)
+    found = broken_files(1500, subject, folder)
+    assert sum(found.values()) == 1500 and {"plan refused", "entry ignored", "yaml read"} <= set(found)
 
 
 @pytest.mark.slow

@@ -12,9 +12,10 @@ from support.jobs.detect_jobs import probe_uneven
 from support.workers import Workers
 
 from autopart.cli.main import main
-from autopart.costs.detect import SIZES, detect, fit_link, merge_devices, pairs_of, probe, rounded
+from autopart.costs.detect import detect, fit_link, merge_devices, pairs_of, probe, rounded
 from autopart.files.clusters import LOOPBACK, cluster_to_yaml, parse_cluster, this_host
 from autopart.ir.cluster import Cluster, Device, Level, Link, check
+from autopart.ir.device_kinds import DEVICE_KINDS
 from autopart.ir.errors import ClusterError
 from autopart.report.cluster_table import cluster_table
 
@@ -39,9 +40,9 @@ def assert_plausible(cluster: Cluster, world: int, sizes: list[int]) -> None:
 # -- what is made of the measurements -------------------------------------------------------------------------------
 
 
-@given(st.integers(1_000, 10**8), st.integers(10**7, 10**12), st.sampled_from(sorted(SIZES)))
+@given(st.integers(1_000, 10**8), st.integers(10**7, 10**12), st.sampled_from(sorted(DEVICE_KINDS)))
 def test_a_link_is_found_from_the_times_it_would_give(latency_ns: int, bytes_per_s: int, kind: str) -> None:
-    samples = [(size, latency_ns + size * 1e9 / bytes_per_s) for size in SIZES[kind]]
+    samples = [(size, latency_ns + size * 1e9 / bytes_per_s) for size in DEVICE_KINDS[kind].message_bytes]
     found = fit_link(samples)
     assert found.latency_ns == pytest.approx(samples[0][1], rel=0.01)
     assert found.bytes_per_s == pytest.approx(bytes_per_s, rel=0.01)
@@ -49,7 +50,7 @@ def test_a_link_is_found_from_the_times_it_would_give(latency_ns: int, bytes_per
 
 @given(st.lists(st.floats(1, 1e12), min_size=2, max_size=5))
 def test_any_times_make_a_link(times: list[float]) -> None:
-    link = fit_link(list(zip(SIZES["cpu"], times, strict=False)))
+    link = fit_link(list(zip(DEVICE_KINDS["cpu"].message_bytes, times, strict=False)))
     check(Cluster((Device("cpu", 1, 1, 1),), (Level(1, link),)))
 
 

@@ -13,10 +13,10 @@ from torch import fx, nn
 import autopart
 from autopart.batch.batch import flatten
 from autopart.capture import Captured, capture
+from autopart.extras.compiled import inductor
 from autopart.extras.compiled.segments import segmented
 from autopart.ir.errors import RefusedError
 from autopart.runtime.stages.compiled_segment import CompiledSegment, form_of
-from autopart.extras.compiled import inductor
 from autopart.stagecode.graph_text import text_of
 
 WIDTH = 8

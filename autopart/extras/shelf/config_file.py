@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from autopart.files.json_text import parse_json
-from autopart.files.reading import malformed, named, path_of, problems_of, read_text, unreadable
+from autopart.files.reading import malformed, named, path_of, read_text, unreadable, validated
 from autopart.ir.decision import Problem
 from autopart.ir.errors import UsageError
 
@@ -71,10 +71,7 @@ def read_config(path: Path) -> ConfigFile:
     """Read and check a configuration file.  Raises UsageError with everything that is wrong, each with its path."""
     with named(path, UsageError, _SCHEMA):
         content = parse_json(read_text(path, most_bytes=MOST_BYTES))
-        try:
-            known = _Config.model_validate(content)
-        except ValidationError as error:
-            raise malformed("describes no model", problems_of(error)) from None
+        known = validated("describes no model", _Config.model_validate, content)
         if not known.model_type and not known.architectures:
             raise unreadable("describes no model", why="it has neither model_type nor architectures")
         if wrong := list(_too_large(content, ())):

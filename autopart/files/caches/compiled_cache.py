@@ -1,8 +1,7 @@
 """Keep what was measured in compiled code on disk: <cache folder>/compiled/<key>.json, a file for each program.
 
-The key is made from all that the numbers depend on: program, torch, processor (`stagecode.compiled_costs`).  A file
-is read under the rules of `kept`; one that is not valid is ignored with a warning and replaced.  A folder that cannot
-be written to is not an error.
+The key is made from all that the numbers depend on: program, torch, processor (`extras.compiled.compiled_costs`).  A
+file that is not valid is ignored with a warning and replaced.  A folder that cannot be written to is not an error.
 """
 
 from __future__ import annotations
@@ -12,14 +11,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from autopart.files.caches.kept import read_kept, remove_oldest, write_kept
 from autopart.files.json_text import parse_json
 from autopart.files.limits import MAX_INTEGER, MAX_OP_NS, MOST_PLANS
-from autopart.files.reading import malformed, problems_of
+from autopart.files.reading import validated
 from autopart.files.storage import cache_folder
-from autopart.ir.errors import AutopartError
 
 OpCost = tuple[int, int, int]
 """Nanoseconds of the forward and of the backward of an op, and the bytes that it keeps from one to the other."""
@@ -52,7 +50,7 @@ def find_program(key: str) -> tuple[OpCost, ...] | None:
 def keep_program(key: str, found: tuple[OpCost, ...]) -> None:
     """Keep what was measured of a program, and remove the oldest programs above `MOST_PLANS`."""
     path = program_path(key)
-    with suppress(AutopartError, OSError):
+    with suppress(OSError):
         write_kept(path, json.dumps({"version": 2, "ops": found}))
         remove_oldest(path.parent, MOST_PLANS)
 
@@ -60,8 +58,4 @@ def keep_program(key: str, found: tuple[OpCost, ...]) -> None:
 def _parsed(text: str) -> tuple[OpCost, ...]:
     """Return what a text holds.  Raises `unreadable`."""
     parse_json(text)  # the limits of every file, and no key twice
-    try:
-        found = _File.model_validate_json(text)
-    except ValidationError as error:
-        raise malformed("holds no costs of compiled code", problems_of(error)) from error
-    return tuple(found.ops)
+    return tuple(validated("holds no costs of compiled code", _File.model_validate_json, text).ops)

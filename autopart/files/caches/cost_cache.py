@@ -1,6 +1,6 @@
 """Keep measured times of ops on disk: {"version", "times": {environment: {key: [forward ns, backward ns]}}}.
 
-A file that cannot be read or trusted is ignored with a warning and replaced.  A folder that cannot be written to is not
+A file that cannot be read is ignored with a warning and replaced.  A folder that cannot be written to is not
 an error.
 """
 
@@ -13,14 +13,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from autopart.files.caches.kept import make_private, read_kept, write_kept
 from autopart.files.json_text import parse_json
 from autopart.files.limits import MAX_OP_NS, MOST_COSTS
-from autopart.files.reading import malformed, problems_of
+from autopart.files.reading import validated
 from autopart.files.storage import cache_folder, locked
-from autopart.ir.errors import AutopartError
 
 OpTimes = tuple[int, int]
 """Nanoseconds of forward and backward of one op."""
@@ -53,7 +52,7 @@ def keep_times(environment: str, times: Mapping[str, OpTimes]) -> None:
     if not new:
         return
     path = cost_path()
-    with suppress(OSError, AutopartError):
+    with suppress(OSError):
         make_private(path.parent)
         with locked(path):
             everything = _read()
@@ -79,7 +78,4 @@ def _read() -> _Times:
 def _parsed(text: str) -> _Times:
     """Return the times in a text.  Raises `unreadable`."""
     parse_json(text)  # the limits of every file, and no key twice
-    try:
-        return _File.model_validate_json(text).times
-    except ValidationError as error:
-        raise malformed("holds no times of ops", problems_of(error)) from error
+    return validated("holds no times of ops", _File.model_validate_json, text).times

@@ -1,7 +1,7 @@
 """Keep plans on disk: <cache folder>/plans/<key>.json.
 
-The planner makes the key from everything that a plan depends on (`planning.make.plan_key`).  A file is read under the
-rules of `kept`, validated like any plan file, and checked against the graph; one that fails is ignored with a warning.
+The planner makes the key from everything that a plan depends on (`planning.make.plan_key`).  A file is validated
+like any plan file, and checked against the graph; one that fails is ignored with a warning.
 A folder that cannot be written to is not an error.
 """
 

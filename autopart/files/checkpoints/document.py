@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
-from autopart.files.checkpoints.hashes import AGAIN, Written, hashed, plain_name
+from autopart.files.checkpoints.hashes import AGAIN, Written, hashed, plain_name, unreadable_file
 from autopart.files.json_text import parse_json
-from autopart.files.reading import malformed, named, problems_of, read_text, unreadable
+from autopart.files.reading import named, read_text, unreadable, validated
 from autopart.files.storage import write_whole
 from autopart.ir.errors import CheckpointError
 
@@ -116,10 +116,7 @@ def read_document(folder: Path) -> Document:
             )
         if isinstance(found, dict) and found.pop(OWN_HASH, None) != hash_of(found):
             raise unreadable("was changed since it was written", why="its values have another SHA-256 than it says")
-        try:
-            document = _ADAPTER.validate_json(json.dumps(found))
-        except ValidationError as error:
-            raise malformed("is not a checkpoint", problems_of(error)) from error
+        document = validated("is not a checkpoint", _ADAPTER.validate_json, json.dumps(found))
         for name, written in document.files.items():
             if not plain_name(name) or name == NAME or len(written.sha256) != 64:
                 raise unreadable("is not a checkpoint", where=f"files.{name}", why="not the name and hash of a file")
@@ -144,32 +141,23 @@ def problems_with(folder: Path, files: Mapping[str, Written]) -> list[Checkpoint
     return [found[name] for name in sorted(found)]
 
 
+def require_unchanged(folder: Path, files: Mapping[str, Written]) -> None:
+    """Raise CheckpointError for the first file that is missing, or not byte by byte as it was written."""
+    for problem in problems_with(folder, files):
+        raise problem
+
+
 def _problem(folder: Path, name: str, written: Written) -> CheckpointError | None:
-    try:
-        check_file(folder, name, written)
-    except CheckpointError as error:
-        return error
-    return None
-
-
-def check_file(folder: Path, name: str, written: Written) -> None:
-    """Raise CheckpointError if a file is missing, or is not byte by byte as it was written.  Reads the whole file."""
     path = folder / name
     try:
         size = path.stat().st_size
         if size == written.size_bytes and hashed(path) == written:
-            return
+            return None
     except OSError as error:
-        missing = isinstance(error, FileNotFoundError)
-        raise CheckpointError(
-            f"{name} {'is missing' if missing else 'cannot be read'}",
-            where=str(path),
-            why="" if missing else str(error),
-            fix=AGAIN,
-        ) from error
+        return unreadable_file(path, error)
     why = (
         f"it has {size} bytes, and had {written.size_bytes}"
         if size != written.size_bytes
         else "its SHA-256 is another than when it was written"
     )
-    raise CheckpointError(f"{name} was changed since it was written", where=str(path), why=why, fix=AGAIN)
+    return CheckpointError(f"{name} was changed since it was written", where=str(path), why=why, fix=AGAIN)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autopart.files.reading import open_regular
+from autopart.ir.errors import CheckpointError
 
 AGAIN = "use another checkpoint, or copy this one again from where it is whole"
 """What to do about a file that was changed or is missing."""
@@ -26,6 +27,13 @@ def hashed(path: Path) -> Written:
     with open_regular(path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return Written(os.fstat(file.fileno()).st_size, digest)
+
+
+def unreadable_file(path: Path, error: Exception) -> CheckpointError:
+    """Return what to say of a file that is missing or cannot be read."""
+    missing = isinstance(error, FileNotFoundError)
+    what = "is missing" if missing else "cannot be read"
+    return CheckpointError(f"{path.name} {what}", where=str(path), why="" if missing else str(error), fix=AGAIN)
 
 
 def plain_name(name: str) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from autopart.files.checkpoints.document import Document, check_file, problems_with
+from autopart.files.checkpoints.document import Document, require_unchanged
 from autopart.files.checkpoints.tensor_files import INDEX, TensorFiles, read_index
 from autopart.ir.errors import CheckpointError
 
@@ -29,8 +29,7 @@ class Stored:
             if key not in self.more.by_name:
                 raise CheckpointError(f"tensor {key} is missing", where=str(self.folder), fix="use another checkpoint")
             names.add(self.more.by_name[key].file.name)
-        for problem in problems_with(self.folder, {name: self.document.files[name] for name in names}):
-            raise problem
+        require_unchanged(self.folder, {name: self.document.files[name] for name in names})
 
 
 def opened(folder: Path, document: Document) -> Stored:
@@ -39,7 +38,7 @@ def opened(folder: Path, document: Document) -> Stored:
     names = [name for name in document.files if name.endswith(".safetensors")]
     if INDEX not in document.files:
         raise CheckpointError("the checkpoint has no index of its weights", where=str(folder / INDEX))
-    check_file(folder, INDEX, document.files[INDEX])
+    require_unchanged(folder, {INDEX: document.files[INDEX]})
     weights = [folder / name for name in names if name.startswith("model-")]
     more = [folder / name for name in names if not name.startswith("model-")]
     return Stored(folder, document, TensorFiles(weights, read_index(folder / INDEX)), TensorFiles(more))

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from autopart.files.checkpoints.hashes import AGAIN, Written, plain_name
+from autopart.files.checkpoints.hashes import AGAIN, Written, plain_name, unreadable_file
 from autopart.files.json_text import parse_json
 from autopart.files.reading import named, open_regular, read_text, unreadable
 from autopart.ir.errors import CheckpointError
@@ -129,7 +129,7 @@ class StoredTensor:
                     if piece is not part:
                         part.copy_(piece)
         except OSError as error:
-            raise _unreadable(self.file, error) from error
+            raise unreadable_file(self.file, error) from error
 
 
 def _fill(file: BufferedReader, memory: memoryview) -> None:
@@ -231,7 +231,7 @@ def _opened(path: Path, framework: str = "np") -> Iterator[Any]:
         with safe_open(path, framework=framework) as file:
             yield file
     except (SafetensorError, OSError, RuntimeError, MemoryError) as error:
-        raise _unreadable(path, error) from error
+        raise unreadable_file(path, error) from error
 
 
 def _offsets(path: Path) -> dict[str, int]:
@@ -240,16 +240,6 @@ def _offsets(path: Path) -> dict[str, int]:
         size = int.from_bytes(file.read(8), "little")
         head = json.loads(file.read(size))
     return {name: 8 + size + each["data_offsets"][0] for name, each in head.items() if name != "__metadata__"}
-
-
-def _unreadable(path: Path, error: Exception) -> CheckpointError:
-    missing = isinstance(error, FileNotFoundError)
-    return CheckpointError(
-        f"{path.name} is missing" if missing else f"{path.name} cannot be read",
-        where=str(path),
-        why="" if missing else str(error),
-        fix=AGAIN,
-    )
 
 
 def converts(stored: torch.dtype, wanted: torch.dtype) -> bool:

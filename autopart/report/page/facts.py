@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autopart.ir.actions import COMPUTE, FORWARD
+from autopart.ir.errors import printable
 from autopart.ir.explain import COST_DESCRIPTIONS, rank_spans
 from autopart.ir.graph import module_range
 from autopart.ir.plan import Plan
-from autopart.ir.printable import printable
 from autopart.ir.timeline import Timeline
 from autopart.report.page.words import Cell, change, count, duration, duration_text, memory, memory_text, part, words
 
@@ -40,7 +40,7 @@ def tiles(plan: Plan, measured: Timeline | None) -> list[tuple[str, Cell, str]]:
         remark = f"{change(ns, said).text} against the simulation" if said else "one step"
         found.append(("measured step", duration(ns), remark))
     if plan.step_ns:
-        idle = f"measured {bubble_of(measured):.1%}" if measured else "idle share of the devices"
+        idle = f"measured {measured.bubble:.1%}" if measured else "idle share of the devices"
         found.append(("bubble", part(outlook.bubble)._replace(share=None), idle))
     used = len({rank for stage in plan.stages for rank in stage.ranks})
     found.append(("stages", count(len(plan.stages)), f"on {used:,} of {decision.world:,} ranks"))
@@ -134,7 +134,7 @@ def compared(plan: Plan, measured: Timeline | None) -> Table | None:
             pairs.append((f"forward of stage {s}", plan.estimates[s].fwd_ns, forward))
             pairs.append((f"backward of stage {s}", plan.estimates[s].bwd_ns, backward))
     rows = [[words(what), duration(said), duration(took), change(took, said)] for what, said, took in pairs]
-    rows.append([words("bubble"), part(plan.outlook.bubble), part(bubble_of(measured)), words("")])
+    rows.append([words("bubble"), part(plan.outlook.bubble), part(measured.bubble), words("")])
     return Table("compared", ["", "predicted", "measured", "difference"], rows)
 
 
@@ -161,14 +161,6 @@ def stage_times(timeline: Timeline) -> dict[int, tuple[int, int]]:
     for span in timeline.spans:
         kind = span.action.is_a
         if kind.role == COMPUTE:
-            taken[span.action.stage, kind.way == FORWARD] += span.end_ns - span.start_ns
+            taken[span.action.stage, kind.way == FORWARD] += span.ns
             micros[span.action.stage].add((span.rank, span.action.micro))
     return {s: (taken[s, True] // len(own), taken[s, False] // len(own)) for s, own in micros.items()}
-
-
-def bubble_of(timeline: Timeline) -> float:
-    """Return the share of the step in which ranks that have spans do not compute."""
-    ranks = {span.rank for span in timeline.spans}
-    busy = sum(span.end_ns - span.start_ns for span in timeline.spans if span.action.is_a.role == COMPUTE)
-    whole = len(ranks) * timeline.step_ns
-    return max(0.0, 1 - busy / whole) if whole else 0.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from autopart.ir.plan import Decision, Estimate, Plan
@@ -66,12 +65,9 @@ def rank_peaks(plan: Plan) -> tuple[int, ...]:
     """
     if not plan.estimates:
         return (0,) * plan.decision.world
-    spans: dict[int, list[Span]] = defaultdict(list)
-    for span in read_spans(plan.outlook.spans).spans:
-        spans[span.rank].append(span)
     tops = {
         plan.decision.stages_of_rank(rank): max(size for _, size in memory_curve(own, plan.decision, plan.estimates))
-        for rank, own in spans.items()
+        for rank, own in read_spans(plan.outlook.spans).by_rank().items()
     }
     found = []
     for rank in range(plan.decision.world):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
+from autopart.ir.errors import printable
 from autopart.ir.explain import summary
 from autopart.ir.plan import Plan
-from autopart.ir.printable import printable
 from autopart.ir.timeline import read_spans
 from autopart.report.page import facts
 from autopart.report.page.words import Cell

@@ -14,11 +14,10 @@ from pathlib import Path
 import jinja2
 from markupsafe import Markup
 
-from autopart.ir.errors import UsageError
+from autopart.ir.errors import UsageError, printable
 from autopart.ir.explain import summary
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan
-from autopart.ir.printable import printable
 from autopart.ir.timeline import MOST_SPANS, Timeline, read_spans
 from autopart.report.page import facts
 from autopart.report.page.rows import MEASURED, SIMULATED, Json, picture

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from autopart.ir.actions import ACTIONS, COMPUTE, RECEIVE
+from autopart.ir.actions import ACTIONS, RECEIVE
+from autopart.ir.errors import printable
 from autopart.ir.plan import Plan
-from autopart.ir.printable import printable
-from autopart.ir.timeline import MOST_SPANS, Span, Timeline
+from autopart.ir.timeline import MOST_SPANS, Span, Timeline, computing_ns
 from autopart.report.page.memory import memory_curve
 
 Json = dict[str, object]
@@ -38,16 +38,15 @@ def picture(panels: Mapping[str, Timeline], plan: Plan) -> Json:
 
 
 def _panel(name: str, timeline: Timeline, plan: Plan) -> Json:
-    simulated, spans = name == SIMULATED, dict[int, list[Span]]()
-    for span in timeline.spans:
-        if span.action.is_a.role != RECEIVE:
-            spans.setdefault(span.rank, []).append(span)
+    simulated = name == SIMULATED
+    shown = (span for span in timeline.spans if span.action.is_a.role != RECEIVE)
+    spans = Timeline(tuple(shown)).by_rank()
     if sum(map(len, spans.values())) > MOST_SPANS:
         spans = {rank: spans[rank] for rank in _slowest(spans, plan)}
-    lengths = sorted({span.end_ns - span.start_ns for own in spans.values() for span in own})
+    lengths = sorted({span.ns for own in spans.values() for span in own})
     place = {length: i for i, length in enumerate(lengths)}
-    shown = set(spans)
-    rows = [_row(rank, spans[rank], plan, place, shown, "x" if simulated else "slowest of ") for rank in sorted(spans)]
+    many = "x" if simulated else "slowest of "
+    rows = [_row(rank, own, plan, place, set(spans), many) for rank, own in spans.items()]
     return {"name": printable(name), "step": timeline.step_ns, "lengths": lengths, "rows": rows}
 
 
@@ -55,16 +54,14 @@ def _slowest(spans: Mapping[int, list[Span]], plan: Plan) -> list[int]:
     """Return of the ranks that run the same stages the one that computes longest, ascending."""
     found: dict[tuple[int, ...], tuple[int, int]] = {}
     for rank, own in spans.items():
-        busy_ns = sum(span.end_ns - span.start_ns for span in own if span.action.is_a.role == COMPUTE)
         stages = plan.decision.stages_of_rank(rank)
-        found[stages] = max(found.get(stages, (-1, 0)), (busy_ns, -rank))
+        found[stages] = max(found.get(stages, (-1, 0)), (computing_ns(own), -rank))
     return sorted(-rank for _, rank in found.values())
 
 
 def _row(rank: int, spans: list[Span], plan: Plan, place: Mapping[int, int], shown: set[int], many: str) -> Json:
     """Return the row of a rank.  shown: the ranks that have rows.  many: what stands before their number."""
     decision = plan.decision
-    spans.sort(key=lambda span: (span.start_ns, span.end_ns))
     stages = decision.stages_of_rank(rank)
     alike = equal_ranks(plan, rank, shown)
     row: Json = {
@@ -74,7 +71,7 @@ def _row(rank: int, spans: list[Span], plan: Plan, place: Mapping[int, int], sho
         "kinds": "".join(SENDS.get(span.action.kind, span.action.kind) for span in spans),
         "micro": [max(0, span.action.micro) * decision.slices + span.action.slot.slice for span in spans],
         "gap": _gaps(span.start_ns for span in spans),
-        "long": [place[span.end_ns - span.start_ns] for span in spans],
+        "long": [place[span.ns] for span in spans],
     }
     if len(stages) > 1:
         row["stage"] = [span.action.stage for span in spans]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from autopart.ir.printable import printable
+from autopart.ir.errors import printable
 
 
 class Cell(NamedTuple):

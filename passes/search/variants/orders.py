@@ -16,10 +16,11 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
+from autopart.ir.device_kinds import DEVICE_KINDS
 from autopart.passes.program.named import SEARCHED
 from autopart.passes.program.orders import LOOP, ONE, V, placed
 from autopart.passes.program.schedules import find, takes_slices
-from autopart.passes.search.candidate import COMPUTE_NS, Candidate
+from autopart.passes.search.candidate import Candidate
 from autopart.passes.search.evaluation import Evaluation, Search
 from autopart.passes.search.refinement import actions_of
 from autopart.passes.search.space import ORDERS, PER_RANK, PlanRequest, SearchSpace, is_other
@@ -96,7 +97,7 @@ def _may_gain(found: Evaluation, fine: SearchSpace) -> bool:
         return True
     micros = len(found.candidate.micro_rows)
     idle_ns = found.step_ns - micros * max(e.fwd_ns + e.bwd_ns for e in found.estimates)
-    least_ns = micros * COMPUTE_NS[fine.costs.cluster.kind]
+    least_ns = micros * DEVICE_KINDS[fine.costs.cluster.kind].compute_ns
     return found.stages > 1 and idle_ns > max(least_ns, LITTLE * found.step_ns)
 
 

@@ -16,13 +16,15 @@ from autopart.batch.batch import flatten
 from autopart.capture import Captured, capture
 from autopart.ir.cluster import Device
 from autopart.ir.cost import check
-from autopart.passes.ops.analytic_costs import LAUNCH_NS, analytic_costs, saved_values
+from autopart.ir.device_kinds import DEVICE_KINDS
+from autopart.passes.ops.analytic_costs import analytic_costs, saved_values
 from autopart.passes.ops.flops import backward_flops, flops
 from autopart.passes.ops.letters import einsum_letters
 from autopart.passes.ops.row import check as check_row
 from autopart.passes.ops.table import _ROWS, op_name, row_of
 
 DEVICE = Device("cpu", 1 << 34, 100_000_000_000, 20_000_000_000)
+LAUNCH_NS = DEVICE_KINDS["cpu"].launch_ns
 
 
 class Model(nn.Module):
@@ -192,17 +194,17 @@ def test_times_follow_the_roofline() -> None:
     )
     work = 2 * 2 * 256 * 256 * 512
     assert fast.flops == work
-    assert fast.fwd_ns == -(-work * 10**9 // DEVICE.flops_per_s) + LAUNCH_NS["cpu"]
-    assert half.fwd_ns - LAUNCH_NS["cpu"] == pytest.approx(2 * (fast.fwd_ns - LAUNCH_NS["cpu"]), abs=2)
+    assert fast.fwd_ns == -(-work * 10**9 // DEVICE.flops_per_s) + LAUNCH_NS
+    assert half.fwd_ns - LAUNCH_NS == pytest.approx(2 * (fast.fwd_ns - LAUNCH_NS), abs=2)
     views = [op for op in analytic_costs(graph, DEVICE).ops if row_of(op.target).family == "view"]
-    assert views and all(op.cost.fwd_ns == LAUNCH_NS["cpu"] and op.cost.flops == 0 for op in views)
+    assert views and all(op.cost.fwd_ns == LAUNCH_NS and op.cost.flops == 0 for op in views)
 
 
 def test_the_rate_is_that_of_the_dtype_an_op_computes_in() -> None:
     def costs(dtype: torch.dtype, device: Device) -> dict[str, int]:
         x = torch.randn(2, 256, 512).to(dtype)
         graph = captured(lambda s, x: (x @ x.mT > 0).sum() * s.w.sum(), x).graph
-        return {op_name(op.target): op.cost.fwd_ns - LAUNCH_NS["cpu"] for op in analytic_costs(graph, device).ops}
+        return {op_name(op.target): op.cost.fwd_ns - LAUNCH_NS for op in analytic_costs(graph, device).ops}
 
     rates = (("bfloat16", 4 * DEVICE.flops_per_s), ("float32", DEVICE.flops_per_s // 2))
     device = Device("cpu", 1 << 34, DEVICE.flops_per_s, 10**15, "X", rates)

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from autopart.ir.cost import Cost
-from autopart.ir.errors import GraphError, PlanError
+from autopart.ir.errors import GraphError, PlanError, shortened
 from autopart.ir.graph import Graph, Op, Param, Value, check
 from autopart.ir.plan import Decision, Stage
-from autopart.ir.printable import shortened
 from autopart.ir.program import BUCKET_BYTES
 from autopart.ir.size import Size
 from support.languages.text import DEFAULT_BYTES, DEFAULT_DTYPE, DEFAULT_TARGET, PARAM_SIGNS

@@ -1,0 +1,66 @@
+"""The kinds of devices, a row for each: everything that depends on the kind alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceKind:
+    """A kind of device.  Times are orders of magnitude, in nanoseconds.
+
+    beside: whether messages, sums of gradients and reads of weights pass beside its computes; else the cores that
+    compute make them.  launch_ns: to dispatch the forward of an op from Python.  slice_ns: of an op, however short the
+    slice of tokens is, autograd included.  compute_ns: by which each further compute of a rank has to shorten the step:
+    to begin it, and to post its messages, is left out by the simulation.  group_ns: overhead of a recomputed group in
+    autograd and Python.  state_passes: how often a tensor of an optimizer's state costs a pass over memory as large as
+    the parameters.  transport: by which its ranks exchange messages, unless the user asks for another.
+
+    What `detect` measures.  dtypes: rates of products.  message_bytes: times of messages, the smallest for the latency.
+    product_rows: of the largest product.  copied_bytes: of the copy that shows the memory bandwidth, more than caches.
+    """
+
+    beside: bool
+    launch_ns: int
+    slice_ns: int
+    compute_ns: int
+    group_ns: int
+    state_passes: float
+    transport: str
+    dtypes: tuple[str, ...]
+    message_bytes: tuple[int, ...]
+    product_rows: int
+    copied_bytes: int
+
+
+DEVICE_KINDS: Mapping[str, DeviceKind] = {
+    "cpu": DeviceKind(
+        beside=False,
+        launch_ns=3_000,
+        slice_ns=15_000,
+        compute_ns=300_000,
+        group_ns=200_000,  # measured around groups of one small op
+        state_passes=8.5,  # torch's optimizers run op by op: 20 passes for AdamW, 11 for SGD with momentum and decay
+        transport="gloo",
+        dtypes=("float32", "bfloat16"),
+        message_bytes=(64, 2**18, 2**20, 2**22, 2**24),
+        product_rows=4096,
+        copied_bytes=2**26,
+    ),
+    "cuda": DeviceKind(
+        beside=True,
+        launch_ns=6_000,
+        slice_ns=10_000,
+        compute_ns=30_000,
+        group_ns=0,  # the host runs ahead
+        state_passes=2.0,  # a step is one kernel, which reads and writes each once
+        transport="nccl",
+        dtypes=("float32", "bfloat16", "float16"),
+        message_bytes=(64, 2**20, 2**22, 2**24, 2**26),
+        product_rows=8192,
+        copied_bytes=2**29,
+    ),
+}
+"""The kinds by name, which is torch's `device.type`.  A new kind is a row here; a transport of its own is an entry of
+`CARRIERS`."""

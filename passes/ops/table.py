@@ -198,6 +198,7 @@ def _indexing() -> Iterator[OpRow]:
         return _rows(names, INDEXING, axes, saves="indices", **columns)
 
     yield from look_up("embedding", "vd, ... -> ...d", may_mix="v", looks_up=True)
+    yield OpRow("bucketize.Tensor", INDEXING, "..., b -> ...", mixes="b", saves="nothing")
     yield from look_up("gather", "...D, ...D -> ...D", may_mix="D", named_by="dim=0", looks_up=True)
     yield from look_up("scatter scatter_add", "...D, ...D, ...D -> ...D", may_mix="D", named_by="dim=0")
     yield from look_up("index_select index", looks_up=True)

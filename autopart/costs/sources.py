@@ -91,7 +91,7 @@ def _check(found: object, captured: Graph, name: str) -> None:
     if not isinstance(found, CostedGraph):
         raise UsageError(
             f"cost source {name} returned a {type(found).__name__}",
-            fix="return costs.sources.CostedGraph(graph), with the captured graph and costs on its ops",
+            fix="return autopart.costs.sources.CostedGraph(graph), with the captured graph and costs on its ops",
         )
     if _without_costs(found.graph) != _without_costs(captured):
         raise UsageError(

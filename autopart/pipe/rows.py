@@ -1,4 +1,4 @@
-"""The rows by which extras enter the lists of the core; without one of these lines, its extra can be deleted."""
+"""The rows by which extras enter the lists of the core, made when the pipe is imported."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ Samples = Sequence[int | str]
 """The number or name of each row's sample in the data set."""
 
 
-class Weights(Protocol):
+class WeightSource(Protocol):
     """Values for the tensors of a model that are on the meta device.  wanted: these tensors by name."""
 
     wanted: dict[str, torch.Tensor]
@@ -27,7 +27,7 @@ class Weights(Protocol):
         """Return the same after training has begun.  Raises RefusedError for what a step may have changed."""
 
 
-WEIGHTS: list[Callable[[Trained, str | None, int], Weights | None]] = []
+WEIGHTS: list[Callable[[Trained, str | None, int], WeightSource | None]] = []
 """What gives a model its values, from the options weights= and seed=; None where the model has them.  An entry checks
 everything before a plan is made, and raises UsageError, RefusedError or CheckpointError on the rank that finds it.
 """
@@ -59,6 +59,6 @@ BATCH_STEPS: list[Callable[[CaptureCache, torch.device], BatchStep]] = []
 """The steps of a session in their order.  An entry leaves a batch whole and its results equal to those of the model."""
 
 
-def weights_of(model: Trained, weights: str | None, seed: int) -> Weights | None:
+def weights_of(model: Trained, weights: str | None, seed: int) -> WeightSource | None:
     """Return what gives a model its values, None if it has them."""
     return next((found for make in WEIGHTS if (found := make(model, weights, seed)) is not None), None)

@@ -41,7 +41,7 @@ from autopart.runtime.tensors import (
 from autopart.runtime.watch.progress import tell
 from autopart.session.executors.executor import Executor, RankContext
 from autopart.session.executors.kinds import KnownKinds
-from autopart.session.lists import BATCH_STEPS, Weights, weights_of
+from autopart.session.lists import BATCH_STEPS, WeightSource, weights_of
 from autopart.session.placement import placement_of, relocate
 from autopart.session.ranks.agreement import FAILURES, from_rank, require_same_everywhere, together
 from autopart.session.ranks.call_sync import Calls, digest_of
@@ -193,7 +193,7 @@ class SessionPlan:
         self.preparing_s = time.perf_counter() - began
         return mine
 
-    def _complete(self, weights: Weights, context: RankContext) -> None:
+    def _complete(self, weights: WeightSource, context: RankContext) -> None:
         """Give the model values of what no stage uses, and compare what several ranks have.  Collective."""
         placement, device = context.placement, self.world.device
         with together(self.world, "making the weights"):

@@ -29,6 +29,8 @@ class Compiler(Protocol):
         """
 
 
+EAGER = "eager"
+"""The backend that compiles nothing."""
 COMPILERS: dict[str, Callable[[Mapping[str, Op]], Compiler]] = {}
 """The compilers; each is made with the ops of the captured graph by name, for module paths and places of warnings.  An
 entry keeps results and gradients equal up to rounding; what it cannot compile, it leaves as it is, with a warning.

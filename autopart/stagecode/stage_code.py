@@ -26,7 +26,7 @@ from autopart.planning.derive.token_axis import token_recipe
 from autopart.runtime.stages.batch_statistics import share_statistics
 from autopart.runtime.stages.stage_module import StageModule, StageSlices
 from autopart.runtime.tensors import LocalTensors
-from autopart.stagecode.compilers import COMPILERS, Compiler
+from autopart.stagecode.compilers import COMPILERS, EAGER, Compiler
 from autopart.stagecode.slicing import SliceChecks
 from autopart.stagecode.split import leaving, stage_module, wait_for
 from autopart.stagecode.token_slices import slice_stage
@@ -49,7 +49,7 @@ class StageCode:
         awaited: Collection[str],
         statistics: Mapping[int, nn.Module],
         *,
-        backend: str = "eager",
+        backend: str = EAGER,
     ) -> None:
         """awaited: parameters whose values may be under way when the code begins.  statistics: shared batch statistics,
         by stage; other stages use their own rows.  backend: what code for the usual number of rows runs on."""
@@ -119,7 +119,7 @@ class StageCode:
         deferrable = stage in self._split
         if recipe is None:
             usual = stage not in self._statistics and self._is_usual(captured.graph.rows, planned)
-            compiled = usual and self._backend in COMPILERS
+            compiled = usual and self._backend != EAGER
             code = stage_module(
                 captured, links, stage, planned, self._device, adjusted, rule.layouts, eager=not compiled,
                 deferrable=deferrable,

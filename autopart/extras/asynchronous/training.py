@@ -1,6 +1,6 @@
 """Asynchronous training on one rank: batch after batch enters the pipeline, which stays full until a flush.
 
-Every rank takes batches from its own iterable, a few ahead (`_LookAhead`), and tells the others with an exchange that
+Every rank takes batches from its own iterable, a few ahead (`_Fetched`), and tells the others with an exchange that
 nobody waits for before that batch enters: so ranks may be as many batches apart as the pipeline is deep.  The exchange
 also carries the loss of a batch that is through.
 """

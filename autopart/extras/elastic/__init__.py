@@ -1,4 +1,5 @@
-"""Runs that lose ranks: the state that living ranks keep in memory, and ranks that become slow.
+"""Runs on devices that change: ranks that become slow.
 
-May enter: what is kept or judged because a device may fail.  What starts processes again is `runtime.launch`.
+May enter: what is judged because a device may fail.  What starts processes again is `runtime.launch`; what living ranks
+keep of a lost one's state, `extras.checkpoints`.
 """

@@ -60,6 +60,7 @@ from autopart.session.step.parts import (
     training_program,
 )
 from autopart.session.step.synced import open_statistics, require_weights, statistics_of, synced_stages
+from autopart.stagecode.compilers import EAGER
 from autopart.stagecode.stage_code import StageCode
 
 
@@ -106,7 +107,7 @@ class Executor:
         statistics = statistics_of(self._world, decision, self._synced)
         self._code = StageCode(
             context.captures, decision, context.tensors, self._world.device, context.values.owners, statistics,
-            backend=context.options.backend if self._train else "eager",
+            backend=context.options.backend if self._train else EAGER,
         )  # fmt: skip
         self._counts = BatchCounts(context.tensors, self._world.device)
         self._agreed: dict[tuple[int, ...], Shares | None] = {}

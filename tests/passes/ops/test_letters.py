@@ -118,6 +118,7 @@ def test_a_form_is_chosen_by_the_axes_of_the_operands_and_by_flags() -> None:
     assert axes("convolution.default", (2, 4, 9), (6, 4, 3), result=3) == "nix, oiu -> noS"
     assert axes("convolution.default", (2, 4, 9), (4, 6, 3), result=3, transposed=True) == "niS, iou -> nox"
     assert axes("sum.dim_IntList", (2, 3, 4), result=2, dim=(1,)) == ".2D1.0 -> .2.0"
+    assert axes("bucketize.Tensor", (2, 3), (5,), result=2) == ".1.0, b -> .1.0"
     assert axes("addmm.default", (8,), (2, 3), (3, 8), result=2) == "n, mk, kn -> mn"
     assert letters(row_of("aten.mm.default"), {}, [(2, 3, 4), (4, 2)], (2, 2)) is None
 

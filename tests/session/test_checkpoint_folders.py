@@ -93,12 +93,10 @@ import os, sys, time
 from pathlib import Path
 from autopart.files.checkpoints.folders import Root
 root = Root(Path(sys.argv[1]))
-reading, writing = os.pipe()
 if os.fork() == 0:
-    os.close(writing)
+    os.write(1, b"held\n")  # from the child: its parent is not killed before it runs
     os.read(0, 1)  # until the test ends
     os._exit(0)
-print("held", flush=True)
 time.sleep(1000)
 """
 
@@ -114,9 +112,11 @@ def test_a_killed_run_leaves_no_lock_while_a_process_that_it_forked_lives(tmp_pa
         Root(tmp_path)
     run.send_signal(signal.SIGKILL)
     run.wait()
-    Root(tmp_path).close()
-    run.stdin.close()  # ends the child
-    run.stdout.close()
+    try:
+        Root(tmp_path).close()
+    finally:
+        run.stdin.close()  # ends the child
+        run.stdout.close()
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])

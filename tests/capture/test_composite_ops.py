@@ -10,7 +10,11 @@ import torch
 from torch import nn
 
 import autopart
+from autopart.batch.batch import flatten
+from autopart.capture import capture
 from autopart.ir.errors import StageError
+from autopart.ir.size import Size
+from autopart.passes.ops.table import has_row
 
 FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "concat": lambda x: torch.concat([x, x.tanh()], 1),
@@ -55,6 +59,7 @@ def test_an_op_that_is_made_of_known_ops_is_exact_in_micro_batches(name: str) ->
     model, plain = Net(FUNCTIONS[name]), Net(FUNCTIONS[name])
     expected = plain(x)
     expected.backward()
+    assert all(has_row(op.target) for op in capture(plain, flatten({"x": x}), size=Size(2)).graph.ops)
     loss, gradients = step(model, x, micro_batches=2)
     torch.testing.assert_close(loss, expected.detach())
     for key, parameter in plain.named_parameters():

@@ -29,7 +29,7 @@ def check_exact(model: Analysed) -> None:
         assert worst_error(gradients, expected) <= 1e-10
 
 
-@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("window", [None, 1, 4])
 def test_a_slice_reads_what_its_window_shows(window: int | None) -> None:
     shape = Shape(layers=1, window=window)
     model = found(shape)

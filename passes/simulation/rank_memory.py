@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from autopart.ir.plan import Decision, Estimate
+from autopart.passes.simulation.charges import StageContext
 from autopart.passes.simulation.held import Counts, most_bytes
-from autopart.passes.simulation.stage_costs import StageContext
 
 
 def stages_together(decision: Decision) -> list[tuple[int, ...]]:

@@ -1,4 +1,7 @@
-"""The exchange that ends a step: once every rank has done its part, all know the loss and what each has spent on it."""
+"""The exchange that ends a step: once every rank has done its part, all know the loss and what each has spent on it.
+
+Gradients and buffers are kept only then, so a step that fails on one rank counts on none.
+"""
 
 from __future__ import annotations
 

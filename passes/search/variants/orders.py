@@ -62,11 +62,11 @@ def ways(request: PlanRequest) -> list[Way]:
     numbers, found = request.numbers_per_rank, []
     for name in names:
         for placement in (ONE, V, LOOP) if name == SEARCHED else (find(name).placement,):
-            found += [Way(name, number, placement) for number in numbers if _goes(name, number, placement)]
+            found += [Way(name, number, placement) for number in numbers if _supports(name, number, placement)]
     return found
 
 
-def _goes(name: str, per_rank: int, placement: str) -> bool:
+def _supports(name: str, per_rank: int, placement: str) -> bool:
     """Return whether a schedule has an order for this number of stages a rank."""
     if name == "zb-v":
         return per_rank == 2

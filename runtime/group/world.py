@@ -186,7 +186,7 @@ class World:
 
     @property
     def overlaps(self) -> bool:
-        """Whether collectives may run in the background beside messages."""
+        """Whether collectives may run in the background while messages are in flight."""
         return self.carrier is None and not self.staged
 
     def all_reduce(

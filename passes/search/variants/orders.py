@@ -54,7 +54,7 @@ class Way(NamedTuple):
 
 
 def ways(request: PlanRequest) -> list[Way]:
-    """Return the orders beside 1F1B's family that a request allows; () for a schedule of that family, or of a user."""
+    """Return the orders outside 1F1B's family that a request allows; () for a schedule of that family, or of a user."""
     stays = request.is_free and (request.prove_seconds > 0 or not request.orders)  # certificates are for the family
     if not (request.schedule == "auto" or is_other(request.schedule)) or stays or request.policy == "turn":
         return []

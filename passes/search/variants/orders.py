@@ -35,7 +35,7 @@ EFFORT, LISTED_EFFORT = 300_000, 150_000
 ORDERED = 1
 """Plans, of those with listed orders, that get a searched one."""
 SMALL = 20_000
-"""Actions of a step up to which every order is compared, also those that cannot win, to tell what they take."""
+"""Actions of a step up to which every order is compared, also those that cannot win, to report what they take."""
 MOVES = 100_000
 """Computes that may be replayed to make one searched order shorter."""
 PER_STAGE, MOST_BLOCKS = 8, 1024

@@ -72,7 +72,7 @@ class SessionPlan:
     costs: by which rank 0 chose its last plan; None on other ranks, and for a plan that was given.
     computed_ns: what each rank computed for in the last step, 0 where it was not measured.
     last_shares: rows of each micro-batch of the last batch, and their shares in its loss.  last_executor: that ran it.
-    flush: lets what asynchronous training has in flight come back, before any other call.
+    flush: drains batches in flight of asynchronous training, before any other call.
     """
 
     plan: Plan

@@ -1,4 +1,7 @@
-"""The exchange that ends a step: once every rank has done its part, all know the loss and what each has spent on it."""
+"""The exchange that ends a step: once every rank has done its part, all know the loss and what each has spent on it.
+
+Gradients and buffers are kept only then, so a step that fails on one rank counts on none.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from dataclasses import dataclass
 from autopart.runtime.group.world import World
 
 TOLD = 64
-"""Ranks that tell in each step how long they computed for; more take turns."""
+"""Ranks that report their computing time in each step; more take turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +18,7 @@ class StepEnd:
     """What all ranks know of a step.
 
     loss: of the whole batch.  not_finite: a gradient that is not finite, with its rank; "" if there is none.
-    computed_ns: nanoseconds that each rank computed for when it last told, 0 where it was not measured; () between, as
+    computed_ns: nanoseconds that each rank computed for in its last report, 0 where it was not measured; () between, as
     ranks take turns."""
 
     loss: float

@@ -4,7 +4,7 @@
     + the most that they hold together for their backwards, at any time of the rank's order (`held`)
     + the largest workspace of one of them
 
-With one stage a rank this is the memory of the stage (`stage_costs`).
+With one stage a rank this is the memory of the stage (`charges`).
 
 Assumed, and wrong where: a parameter that two stages of a rank share counts for both; the room that activations leave
 for half-precision gradients at the end of a step is found for each stage alone, so that less of it is used.

@@ -7,8 +7,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
-
 from autopart.batch.batch import Batch
 from autopart.batch.stand_in import with_rows
 from autopart.ir.errors import BatchError, OtherProgramError
@@ -16,6 +14,7 @@ from autopart.runtime.activity import patient
 from autopart.runtime.engine import BatchPlan
 from autopart.session.executors.executor import Executor
 from autopart.session.executors.kinds import Kind, largest_part
+from autopart.session.executors.step_end import StepEnd
 from autopart.session.lists import Samples
 from autopart.session.ranks.agreement import FAILURES
 from autopart.session.ranks.call_sync import STEP_FAILED, Given, digest_of
@@ -51,25 +50,25 @@ class Session(SessionPlan):
         scale: float = 1.0,
         unscaled: float | None = None,
         samples: Samples | None = None,
-    ) -> tuple[torch.Tensor, str]:
-        """Return the loss of a batch, and the first gradient that is not finite ("" if all are, or are not checked).
+    ) -> StepEnd:
+        """Return how a batch ended: its loss, and the first gradient that is not finite ("" if all are, or are not
+        checked).
 
         In mode "step" gradients are accumulated, unless one is not finite.  step: for random numbers.  sharded: whether
         each replica of the first stage is given its own rows.  scale: of the loss, for its backward.  unscaled: what
         gradients are divided by before they are checked, None to leave them.  samples: names of the rows (`_begun`).
         Collective."""
         with self.calls.collective(STEP_FAILED if mode == "step" else f"a {_CALLS[mode]} failed"):
-            self.flush()
             executor, _, plan = self.planned_batch(mode, arguments, step, scale, sharded=sharded, samples=samples)
             with self.calls.running(STEP_FAILED):
-                found = executor.loss(plan, self.spans if mode == "step" else None, unscaled=unscaled)
-                self.computed_ns = executor.computed_ns
-                return found
+                end = executor.loss(plan, self.spans if mode == "step" else None, unscaled=unscaled)
+            for each in self.calls.listeners if mode == "step" else ():
+                each.step_ended(end)
+            return end
 
     def predict(self, arguments: Arguments) -> Any:
         """Return what the model returns in eval mode, on every rank, on the CPU.  Collective."""
         with self.calls.collective("a prediction failed"):
-            self.flush()
             executor, batch, plan = self.planned_batch("predict", arguments)
             with self.calls.running("a prediction failed"):
                 return executor.predict(batch, plan)

@@ -70,9 +70,7 @@ class SessionPlan:
     spans: gets what this rank does in training steps, if it is a list.
     batch_steps: what is done to each batch (`lists.BATCH_STEPS`).
     costs: by which rank 0 chose its last plan; None on other ranks, and for a plan that was given.
-    computed_ns: what each rank computed for in the last step, 0 where it was not measured.
     last_shares: rows of each micro-batch of the last batch, and their shares in its loss.  last_executor: that ran it.
-    flush: lets what asynchronous training has in flight come back, before any other call.
     """
 
     plan: Plan
@@ -91,10 +89,8 @@ class SessionPlan:
         self._kinds = KnownKinds()
         self.spans: list[Span] | None = None
         self.tied: Mapping[str, str] = {}
-        self.computed_ns: tuple[float, ...] = ()
         self.last_shares: tuple[tuple[int, ...], Shares] = ((), {})
         self.last_executor: Executor | None = None
-        self.flush: Callable[[], None] = lambda: None
         self._later_values: Values = without_values
         local, timeout_s = cluster.levels[0].size, options.timeout
         self.world = World(cluster.kind, cluster.world, local=local, timeout_s=timeout_s, transport=options.transport)
@@ -132,6 +128,7 @@ class SessionPlan:
                 self._install(planned, context, executor)
                 took = f"captured in {self.captures.seconds:.1f} s, planned in {max(0.0, planning_s):.1f} s"
                 tell(f"{took}: {summary(self.plan.decision)}{_predicted(self.plan)}")
+            self._brought_up()
         except BaseException:
             self.close()
             raise
@@ -165,6 +162,11 @@ class SessionPlan:
                 move(context)
             self.moving_s = time.perf_counter() - began
             self._install(planned, context, executor)
+        self._brought_up()
+
+    def _brought_up(self) -> None:
+        for each in self.calls.listeners:
+            each.brought_up(self.plan)
 
     def _plan_together(self, options: Options) -> Planned:
         """Return the plan of rank 0 on every rank, each with its own capture.  Collective; an error is raised on all
@@ -317,7 +319,6 @@ class SessionPlan:
         except FAILURES as error:
             failure = error
         with self.calls.collective(name):
-            self.flush()
             self.calls.enter(name, failure)()
             yield self
         set_activity("between calls")

@@ -17,13 +17,15 @@ import torch
 from autopart.batch.batch import Batch
 from autopart.batch.stand_in import with_rows
 from autopart.ir.errors import UsageError
+from autopart.ir.plan import Plan
 from autopart.passes.program.stream import streaming_of
 from autopart.runtime.activity import set_activity
 from autopart.runtime.engine import BatchPlan
 from autopart.runtime.stream import StreamEngine
 from autopart.session.executors.executor import Executor
 from autopart.session.ranks.agreement import FAILURES
-from autopart.session.ranks.call_sync import AS_BEFORE, END, Given
+from autopart.session.ranks.call_sync import END, Given
+from autopart.session.ranks.listener import Listener
 from autopart.session.session import Session
 from autopart.session.step.batch_counts import weighted_loss
 
@@ -72,8 +74,8 @@ class Position(Protocol):
         """Forget what was taken ahead."""
 
 
-class Training:
-    """One call of `pipe.train`.
+class Training(Listener):
+    """One call of `pipe.train`; other calls wait until what is in flight has come back.
 
     position: in the data.  steps: returns the number of steps taken, for random numbers.  count: counts one.  update:
     steps the optimizer of this rank.
@@ -138,6 +140,15 @@ class Training:
                 fix="call pipe.train again, with the batches that are left",
             )
 
+    def before_call(self, name: str) -> None:
+        """Let what is in flight come back before any other call."""
+        if name not in ("train", "flush"):
+            self.flush()
+
+    def brought_up(self, plan: Plan) -> None:
+        """End: the optimizers update the parameters of another plan."""
+        self.end("another plan")
+
     def flush(self) -> None:
         """Let all batches that have entered come back: all stages have then made the same updates.  Collective."""
         if self._live is None:
@@ -160,10 +171,9 @@ class Training:
 
         Ahead of the first batch of a training nothing is fetched: only then every rank can count what is in them."""
         wanted = self._ahead if self._entered else 1
-        calls = self._session.calls
         while len(self._fetched) < wanted:
             self._fetched.append(self._fetch(source))
-            calls.looked_at_late = wanted > 1
+            self.late = wanted > 1
         given = self._fetched.popleft()
         if given.taken:
             self._position.advance()  # also over one that is refused: `train` goes on with the next
@@ -213,7 +223,7 @@ class Training:
             live = None
         if live is None:
             live, plan = self._start(given, kind, step)
-            self._live, self._session.calls.left = live, _LEFT
+            self._live, self.leaves = live, _LEFT
         else:
             plan = self._next_plan(live, given.batch, found, step)
         live.shares[self._entered] = [share[0] for share in plan.shares.get(self._home, ())][live.engine.turn :]
@@ -274,7 +284,7 @@ class Training:
         for loss in self._session.world.reduce_numbers((), mine) if mine else ():
             self._take(loss)
         live.engine.losses.clear()
-        self._live, self._session.calls.left = None, AS_BEFORE
+        self._live, self.leaves = None, ""
 
     def _drop_fetched(self) -> None:
         """Forget the batches that were taken ahead, and what is wrong with them: all ranks have told of as many."""
@@ -285,4 +295,4 @@ class Training:
             except FAILURES as error:
                 if not self._session.world.is_known(error):
                     raise
-        self._session.calls.looked_at_late = False
+        self.late = False

@@ -114,8 +114,8 @@ class Executor:
         self._engines: dict[int, Engine] = {}
         self._runners: dict[int, StageRunner] = {}
         self.shares: Shares = {}
-        self._ends = StepEnds(self._world)
-        self.computed_ns: tuple[float, ...] = ()
+        loss = self._graph.value_map()[self._graph.outputs[0]]
+        self._ends = StepEnds(self._world, getattr(torch, loss.dtype))
         self.stand_in: Batch | None = None
         self.fitting: range | None = None
 
@@ -126,20 +126,15 @@ class Executor:
 
     # -- running -------------------------------------------------------------------------------------------------
 
-    def loss(
-        self, plan: BatchPlan, spans: list[Span] | None = None, *, unscaled: float | None = None
-    ) -> tuple[torch.Tensor, str]:
-        """Return the loss of the whole batch, 0-dim on the CPU, on every rank; in training, gradients are accumulated.
+    def loss(self, plan: BatchPlan, spans: list[Span] | None = None, *, unscaled: float | None = None) -> StepEnd:
+        """Return how a step or an evaluation ended, the same on every rank; in training, gradients are accumulated.
 
-        unscaled: gradients are divided by it, and the first that is not finite is returned too, "" if all are; no
-        gradient is accumulated if one is not.  None: neither.  spans: gets what this rank does.  Raises StageError and
-        WorkerError."""
+        unscaled: gradients are divided by it, and none is accumulated if one is not finite.  None: neither.  spans:
+        gets what this rank does.  Raises StageError and WorkerError."""
         with self._play(plan, spans) as outcome:
             end = self._end(plan, outcome, unscaled)
             outcome.commit(gradients=not end.not_finite)
-        self.computed_ns = end.computed_ns
-        output = self._graph.value_map()[self._graph.outputs[0]]
-        return torch.tensor(end.loss, dtype=getattr(torch, output.dtype)), end.not_finite
+        return end
 
     def _end(self, plan: BatchPlan, outcome: StepOutcome, unscaled: float | None) -> StepEnd:
         """Return what all ranks know once each has done its part.  Collective."""

@@ -19,7 +19,7 @@ from autopart.ir.program import Program
 from autopart.options import Options
 from autopart.pipe.state import PipeState
 from autopart.report.plan_table import stage_table
-from autopart.session.session_plan import Preparing
+from autopart.session.session import Preparing
 from autopart.state.contents import driven_names
 from autopart.state.misuse_guards import short_tracebacks
 from autopart.state.optimizers import GivenOptimizer, optimizers_of
@@ -44,7 +44,7 @@ class PipePlan(PipeState):
     @property
     def program(self) -> Program:
         """The actions of every rank in one training step."""
-        return self.session.program()
+        return self.session.standing.program()
 
     def explain(self) -> str:
         """Return the stage table: what runs where, with simulated times and memory; then the captures of this rank."""

@@ -92,7 +92,7 @@ class Training(Listener):
         self._session, self._position = session, position
         self._steps, self._count, self._update = steps, count, update
         self._ahead = len(session.plan.stages) + 1
-        self._home = session.home(session.graph.outputs[0])
+        self._home = session.standing.executor.home(session.graph.outputs[0])
         rhythm = streaming_of(session.plan.decision)
         self._behind = -(-rhythm.lags[self._home] // rhythm.micros)  # batches until the loss of one is complete
         self._fetched: deque[_Fetched] = deque()
@@ -202,12 +202,12 @@ class Training(Listener):
             if not ended:
                 self._position.take()
                 taken = True
-                batch, signature, counts, failure = session.own_batch("step", arguments, sharded=False)
+                batch, signature, counts, failure = session.road.own_batch("step", arguments, sharded=False)
         except FAILURES as error:
             failure = error
         about = self._entered - 1 - self._behind
         settle = session.calls.enter(
-            "train", failure, needed=session.needing, signature=END if ended else signature,
+            "train", failure, needed=session.standing.needing, signature=END if ended else signature,
             version=session.captures.version, rows=(batch.rows or 0) if batch is not None else 0,
             counts=counts, ended=ended, loss=self._own_loss(about),
         )  # fmt: skip
@@ -234,7 +234,7 @@ class Training(Listener):
 
     def _start(self, given: _Fetched, kind: tuple[float, int, str], step: int) -> tuple[_Live, BatchPlan]:
         """Prepare for a kind of batch while nothing is in flight, as a step does.  Collective."""
-        executor, _, plan = self._session.planned_batch("step", given.arguments, step)
+        executor, _, plan = self._session.road.plan("step", given.arguments, step)
         if plan.agree is not None:
             plan.agree()
         key = executor, len(plan.rows)  # not its id, which another one may get

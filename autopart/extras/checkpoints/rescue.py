@@ -146,7 +146,7 @@ class Rescue(Listener):
         return ""
 
     def _write(self, session: Session, around: Around, extra: Any) -> None:
-        rank, placement = session.world.rank, session.context.placement
+        rank, placement = session.world.rank, session.standing.context.placement
         groups = by_keepers(own_state(session), placement, updated_buffers(session))
         given = around.optimizers, around.companions, around.placeholder
         told = Told.of(contents_with(session, (), *given).optimizer, around, extra)

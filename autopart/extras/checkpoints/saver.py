@@ -186,7 +186,7 @@ class Saver(Listener):
         newest = partial(newest_at, folder, own, missing_ok=missing_ok)
         names = driven_names(session, around.placeholder)
         optimizers = around.optimizers
-        held, owners = session.tensors.held, session.context.placement.owners
+        held, owners = session.tensors.held, session.standing.context.placement.owners
         like = {name: tensor for name, tensor in own.items() if name in held or name not in owners}
         wanted = Wanted(like, frozenset(own), names, session.captures.trained)
         while True:

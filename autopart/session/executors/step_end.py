@@ -16,8 +16,8 @@ TOLD = 64
 class StepEnd:
     """What all ranks know of a step.
 
-    loss: of the whole batch, 0-dim on the CPU.  not_finite: a gradient that is not finite, with its rank; "" if there is
-    none.  computed_ns: nanoseconds that each rank computed for when it last told, 0 where it was not measured; ()
+    loss: of the whole batch, 0-dim on the CPU.  not_finite: a gradient that is not finite, with its rank; "" if none
+    is.  computed_ns: nanoseconds that each rank computed for when it last told, 0 where it was not measured; ()
     between, as ranks take turns."""
 
     loss: torch.Tensor

@@ -135,9 +135,7 @@ class Road:
         if not sharded and rank in first.ranks:
             cut = micro_rows(batch, (), decision)
             own = own_rows(cut, first.division, first.ranks.index(rank))
-            if cut != fitting_cut(
-                rows, self._standing.plan.decision, SEVERAL
-            ):  # parts of one row may run on another replica
+            if cut != fitting_cut(rows, decision, SEVERAL):  # parts of one row may run on another replica
                 own = range(rows)
         for step in steps:
             batch = step.extended(batch, samples, own, self._standing.tensors.held)

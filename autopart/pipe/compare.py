@@ -178,7 +178,7 @@ def verify_step(
             reference, micro_rows, shares = PLAIN, (batch.rows or 1,), None
 
         assert session.road.executor is not None
-        steady = session.road.executor.rule.steady
+        steady = session.road.executor.preparation.rule.steady
 
         def content() -> Verification:
             with autocast.region() if autocast is not None else contextlib.nullcontext():

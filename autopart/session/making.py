@@ -20,7 +20,8 @@ from autopart.runtime.activity import patient
 from autopart.runtime.group.world import World
 from autopart.runtime.sums.shared_values import SharedValues
 from autopart.runtime.tensors import LocalTensors, Values, like, require_equal_values, without_values
-from autopart.session.executors.executor import Executor, RankContext
+from autopart.session.executors.context import RankContext
+from autopart.session.executors.executor import Executor
 from autopart.session.lists import WeightSource
 from autopart.session.placement import placement_of
 from autopart.session.ranks.agreement import from_rank, require_same_everywhere, together
@@ -84,7 +85,7 @@ class Maker:
         began = time.perf_counter()
         with together(self._world, "making the stages"), patient("making the stages"):
             executor = Executor("step", context, planned.captured, planned.plan.decision, planned.rule)
-            executor.prepare(batch, (max(planned.plan.micro_rows),))
+            executor.preparation.prepare(batch, (max(planned.plan.micro_rows),))
         if self._world.carrier is not None:  # opens all channels before the first step
             executor.engine(len(planned.plan.micro_rows))
         self.seconds += time.perf_counter() - began

@@ -119,7 +119,7 @@ class Road:
                 batch = self._begun(batch, mode, samples, sharded=False)
             signature = repr(batch.signature())
             known = self._kinds.get(self._kind(mode, digest_of(signature), batch.rows))
-            return batch, signature, known.count(batch) if known is not None else None, None
+            return batch, signature, known.preparation.count(batch) if known is not None else None, None
         except FAILURES as error:
             return batch, "", None, error
 
@@ -171,7 +171,7 @@ class Road:
             if executor.begin(batch, counts):
                 agree = partial(self._agree, settle, kind, batch, needed[0])
                 plan = replace(executor.plan(batch, key, scale), agree=agree)
-                self.shares, self.executor = (plan.rows, executor.shares), executor
+                self.shares, self.executor = (plan.rows, executor.preparation.shares), executor
                 return executor, batch, plan
         given = settle()
         if mode == "step" and not (sharded or self._compared):
@@ -193,7 +193,7 @@ class Road:
             batch = with_rows(stand_in, sum(shards) if sharded else given.rows)
         executor = self._agreed(kind, batch, given.counts, shards, stand_in)
         plan = executor.plan(batch, key, scale, shards)
-        self.shares, self.executor = (plan.rows, executor.shares), executor
+        self.shares, self.executor = (plan.rows, executor.preparation.shares), executor
         return executor, batch, plan
 
     def _kind(self, mode: str, signature: float, rows: int | None) -> Kind:
@@ -209,15 +209,15 @@ class Road:
         executor = self._kinds.executor(kind, batch, shards)
         executor.stand_in = stand_in
         try:
-            executor.agree(batch, counts, shards)
+            executor.preparation.agree(batch, counts, shards)
         except OtherProgramError:
-            if shards or batch.rows in (None, 1) or executor.fitting is not None:
+            if shards or batch.rows in (None, 1) or executor.preparation.fitting is not None:
                 raise
-            executor.fitting = ONE if executor.planned.graph.rows == 1 else SEVERAL
+            executor.preparation.fitting = ONE if executor.planned.graph.rows == 1 else SEVERAL
             kind = self._kinds.kind(*kind[:3], batch.rows)
             executor = self._kinds.executor(kind, batch)
             executor.stand_in = stand_in
-            executor.agree(batch, ())
+            executor.preparation.agree(batch, ())
         return executor
 
     def _agree(self, settle: Callable[[], Given], kind: Kind, batch: Batch, first: int) -> None:
@@ -227,7 +227,7 @@ class Road:
         executor = self._kinds.executor(kind, batch)
         if given.missing and executor.stand_in is None:
             executor.stand_in = shared_stand_in(self._world, batch, first, given.signature)
-        executor.agree(batch, given.counts)
+        executor.preparation.agree(batch, given.counts)
 
     def close(self) -> None:
         """Forget all executors, and free what batch steps keep."""

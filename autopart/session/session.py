@@ -27,7 +27,8 @@ from autopart.runtime.activity import set_activity, set_rank_label
 from autopart.runtime.group.world import World
 from autopart.runtime.tensors import LocalTensors, Values, broadcast_weights_if_different, without_values
 from autopart.runtime.watch.progress import tell
-from autopart.session.executors.executor import Executor, RankContext
+from autopart.session.executors.context import RankContext
+from autopart.session.executors.executor import Executor
 from autopart.session.executors.step_end import StepEnd
 from autopart.session.lists import Samples, weights_of
 from autopart.session.making import Maker

@@ -9,7 +9,8 @@ from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program
 from autopart.runtime.tensors import LocalTensors
-from autopart.session.executors.executor import Executor, RankContext
+from autopart.session.executors.context import RankContext
+from autopart.session.executors.executor import Executor
 
 
 @dataclass(frozen=True, slots=True)

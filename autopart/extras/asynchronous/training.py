@@ -249,7 +249,7 @@ class Training(Listener):
             batch = with_rows(live.executor.stand_in, live.kind[1])
         before, key = live.engine.turn, (self._session.options.seed, step)
         # not counted: those that were taken before the first of their kind
-        live.executor.agree(batch, found.counts, before=before)
+        live.executor.preparation.agree(batch, found.counts, before=before)
         return live.executor.plan(batch, key, before=before)
 
     # -- losses and the end ----------------------------------------------------------------------------------------

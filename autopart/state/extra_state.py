@@ -116,7 +116,7 @@ def saved_extra_state(modules: Mapping[str, nn.Module]) -> tuple[dict[str, Any],
 
 
 def warn_of_unsaved(trained: Trained) -> None:
-    """Warn of entries that hooks add to the model's own state beside its tensors: checkpoints do not keep them."""
+    """Warn of entries besides tensors that hooks add to the model's own state: checkpoints do not keep them."""
     added: list[str] = []
     with suppress(Exception):  # of the model's own code, which a checkpoint does not need
         state, own = trained.state_dict().keys(), trained.tensors().keys()

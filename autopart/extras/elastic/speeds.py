@@ -1,9 +1,9 @@
-"""How fast each rank computes beside what its plan says, and beside its own first steps: which devices are stragglers.
+"""How fast each rank computes relative to its plan, and to its own first steps: which devices are stragglers.
 
-Assumes that the plan's times are right up to a factor that all ranks share; so a rank is judged beside the others.
+Assumes that the plan's times are right up to a factor that all ranks share; so a rank is judged relative to the others.
 Where all ranks are about as fast as planned at first, what is left is the error of the plan's costs of each stage, and
-from then on ranks are judged beside those first steps.  Wrong where a plan's costs are far wrong for one stage alone:
-then that stage is taken for slow, by the same factor, and a new plan gives it less, which is right too.
+from then on ranks are judged relative to those first steps.  Wrong where a plan's costs are far wrong for one stage
+alone: that stage is taken for slow, by the same factor, and a new plan gives it less, which is right too.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ WINDOW, RECENT, SKIPPED = 8, 5, 2
 """Steps by whose median a rank is named, the newest of them, which say how slow it is (when more than half of the
 steps are slow, all of these are), and the first ones under a plan, in which caches and pages are cold."""
 SLOW, CHANGED = 2.0, 1.5
-"""A device is named if it takes so many times as long as was planned for, or as in its first steps under the plan; or
-the reverse."""
+"""Report a rank once it is this many times slower, or faster, than planned, or than in its first steps."""
 _log = logging.getLogger("autopart")
 
 
@@ -131,7 +130,7 @@ def planned_ns(plan: Plan, cluster: Cluster) -> tuple[float, ...]:
 
 
 def _parts(division: Division, devices: Sequence[Device]) -> list[float]:
-    """Return how long each device takes beside the slowest one, for its share."""
+    """Return the time of each device for its share, relative to the slowest device."""
     shares = division.shares if division.splits else (1,) * len(devices)
     times = [share / device.flops_per_s for share, device in zip(shares, devices, strict=True)]
     return [time / max(times) for time in times]

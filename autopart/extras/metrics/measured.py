@@ -29,7 +29,7 @@ StageSums = dict[int, tuple[int, int, int]]
 
 @dataclass(frozen=True, slots=True)
 class _Own:
-    """What one rank tells the others.  end_ns, busy_ns: of its actions, 0 if they were not timed."""
+    """The report of one rank.  end_ns, busy_ns: of its actions, 0 if they were not timed."""
 
     seconds: float
     peak_bytes: int

@@ -100,8 +100,7 @@ class Preparation:
         """Find the shares of a batch in its loss together with all ranks.  Collective; raises BatchError on all ranks.
 
         counts: of the first rank, () to make the code and count now.  shards: rows that each replica of the first stage
-        was given, () if each was given the whole batch.  before: micro-batches before the first one of this batch,
-        after which replicas that take turns go on.
+        was given, () if each was given the whole batch.  before: offset of the round robin, in micro-batches.
         """
         rows = self.rows_of(batch, shards, before)
         counts = counts or self._prepare_together(batch, rows, sharded=bool(shards))

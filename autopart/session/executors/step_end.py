@@ -1,4 +1,7 @@
-"""The exchange that ends a step: once every rank has done its part, all know the loss and what each has spent on it."""
+"""The exchange that ends a step: once every rank has done its part, all know the loss and what each has spent on it.
+
+Gradients and buffers are kept only then, so a step that fails on one rank counts on none.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import torch
 from autopart.runtime.group.world import World
 
 TOLD = 64
-"""Ranks that tell in each step how long they computed for; more take turns."""
+"""Ranks that report their computing time in each step; more take turns."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Measurements of a pipe's steps: metrics, timelines, and a report."""
+"""What a pipe tells of its steps: metrics, timelines, and a report."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def key_of(name: str) -> str:
 
 def counting_here(session: Session) -> dict[str, nn.Module]:
     """Return the modules whose extra state counts on this rank.  Local."""
-    trained, tied, owners = session.captures.trained, session.tied, session.context.placement.owners
+    trained, tied, owners = session.captures.trained, session.tied, session.standing.context.placement.owners
     homes = {name: owners[first] for name in trained.tensors() if (first := tied.get(name, name)) in owners}
     return {
         path: module

@@ -16,6 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from autopart.ir.cluster import Cluster, Device
 from autopart.ir.plan import Plan
 from autopart.ir.shares import Division
+from autopart.session.executors.step_end import StepEnd
+from autopart.session.ranks.listener import Listener
 
 WINDOW, RECENT, SKIPPED = 8, 5, 2
 """Steps by whose median a rank is named, the newest of them, which say how slow it is (when more than half of the
@@ -25,10 +27,13 @@ SLOW, CHANGED = 2.0, 1.5
 _log = logging.getLogger("autopart")
 
 
-class Speeds:
-    """The measured slowness of each rank under the plan that runs; alike on all ranks, since all note the same."""
+class Speeds(Listener):
+    """The measured slowness of each rank under the plan that runs; alike on all ranks, since all note the same.
 
-    def __init__(self) -> None:
+    cluster: the machines as the first plan takes them."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
         self._planned: tuple[float, ...] = ()
         self._known: tuple[float, ...] = ()
         self._judged: tuple[float, ...] = ()
@@ -36,6 +41,14 @@ class Speeds:
         self._rows: deque[Sequence[float]] = deque(maxlen=WINDOW)
         self._left = SKIPPED
         self._told: frozenset[int] = frozenset()
+
+    def brought_up(self, plan: Plan) -> None:
+        """Begin again under a plan that takes no rank for slow."""
+        self.follow(plan, self._cluster)
+
+    def step_ended(self, end: StepEnd) -> None:
+        """Note what each rank computed for."""
+        self.note(end.computed_ns)
 
     def follow(self, plan: Plan, cluster: Cluster, known: Sequence[float] = ()) -> None:
         """Begin again under a plan for a cluster.  known: how slow the plan takes each rank for; () for 1 each."""

@@ -33,8 +33,15 @@ TESTS = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[Workers]:
-    """Two processes that live across tests; each failure that ends them starts new ones."""
+    """Two processes that live across tests; each failure that ends them forks new ones."""
     with Workers(2, timeout=100) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def new(workers: Workers) -> Iterator[Workers]:
+    """Two processes that are started as `launch` starts them."""
+    with Workers(2, timeout=100, new=True) as pool:
         yield pool
 
 
@@ -67,7 +74,7 @@ def test_results_come_back_by_rank_from_the_environment_that_torchrun_sets(monke
 @pytest.mark.slow
 def test_threads_are_shared_out_and_close_ends_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    pool = Workers(2, timeout=100)
+    pool = Workers(2, timeout=100, new=True)
     threads = {int(seen["OMP_NUM_THREADS"]) for seen in pool.run(jobs.environment)}
     assert threads == {max(1, len(os.sched_getaffinity(0)) // 2)}
     pids = pool.pids
@@ -122,8 +129,8 @@ def fail(workers: Workers, tmp_path: Path, kind: str, wait: str) -> AutopartErro
         pytest.param("sys.exit", "event", "rank 1 (stage 1) raised SystemExit: 3", marks=pytest.mark.slow),
     ],
 )
-def test_a_worker_that_ends_ends_all(workers: Workers, tmp_path: Path, kind: str, wait: str, says: str) -> None:
-    error = fail(workers, tmp_path, kind, wait)
+def test_a_worker_that_ends_ends_all(new: Workers, tmp_path: Path, kind: str, wait: str, says: str) -> None:
+    error = fail(new, tmp_path, kind, wait)
     assert type(error) is WorkerError
     assert error.what.startswith(says)
 
@@ -169,8 +176,8 @@ def test_the_first_cause() -> None:
     assert not is_explained([told, effect]) and is_explained([told, replace(effect, rank=3)])
 
 
-def test_ctrl_c_is_left_to_the_parent(workers: Workers) -> None:
-    assert workers.run(jobs.interrupt_self) == [0, 1]
+def test_ctrl_c_is_left_to_the_parent(new: Workers) -> None:
+    assert new.run(jobs.interrupt_self) == [0, 1]
 
 
 def test_the_same_error_everywhere_leaves_workers_alive(workers: Workers) -> None:
@@ -187,18 +194,18 @@ def test_different_errors_start_new_workers(workers: Workers) -> None:
     assert not set(pids) & {r[2] for r in workers.run(jobs.double, 1)}
 
 
-def test_a_dead_worker_is_seen_though_its_forked_child_holds_its_pipes(workers: Workers) -> None:
+def test_a_dead_worker_is_seen_though_its_forked_child_holds_its_pipes(new: Workers) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with pytest.raises(WorkerError, match="rank 0 died: killed by signal 9"):
-            workers.run(jobs.forked_child_holds_pipes, port)
+            new.run(jobs.forked_child_holds_pipes, port)
         server.settimeout(10)
         server.accept()[0].close()  # lets the forked child end
 
 
 @pytest.mark.parametrize("status", [0, 3])
-def test_a_forked_child_that_exits_is_not_taken_for_its_rank(workers: Workers, status: int) -> None:
-    assert workers.run(jobs.forked_child_exits, status) == [status] * workers.world
+def test_a_forked_child_that_exits_is_not_taken_for_its_rank(new: Workers, status: int) -> None:
+    assert new.run(jobs.forked_child_exits, status) == [status] * new.world
 
 
 def test_timeout_says_what_each_rank_did(workers: Workers) -> None:

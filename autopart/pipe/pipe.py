@@ -58,7 +58,7 @@ class Pipe(PipeMeasured):
     def __init__(self, captures: CaptureCache, cluster: Cluster, options: Options, sample: Any = None) -> None:
         super().__init__(captures, cluster, options)
         self._unwatch: Callable[[], None] = lambda: None
-        self._saver, self._rescue = Saver(), Rescue()
+        self._saver, self._rescue = Saver(), Rescue(self._around)
         self._position = DataPosition()
         self.companions["data"] = self._position
         if sample is not None:
@@ -72,11 +72,9 @@ class Pipe(PipeMeasured):
 
     def _bring_up(self, arguments: Arguments, *, sharded: bool = False) -> Session:
         session = Session(self._captures, self._cluster, self._options)
+        session.calls.listeners += [self._saver, self._rescue, self._speeds]
         session.bring_up(arguments, sharded=sharded)
         self._session = session
-        self._speeds.follow(session.plan, self._cluster)
-        session.calls.pending, session.calls.forget = self._saver.failure, self._saver.forget
-        session.calls.broken = partial(self._rescue.keep, session, self._around)
         take_masters(session, self._restored)
         self._unwatch = watch_optimizers(
             session.world.size, lambda: session.tensors, lambda: {id(p) for _, p in self.named_parameters()}
@@ -119,18 +117,17 @@ class Pipe(PipeMeasured):
         refuse_ambiguous("samples", samples, self._captures.model, by_keywords=not args)
         session = self._session or self._bring_up((args, kwargs), sharded=sharded)
         refuse_in_training(session.plan, "pipe.step(batch)")
-        self._rescue.begin_step(self._around)
         scaler, how = self.scaler, self._options.non_finite
         known = 1.0 if scaler is None else scaler.scale
         unscaled = known if scaler is not None or how != "auto" else None
         with self._meter.step(session), self._position.counting(*args, *kwargs.values()):
-            loss, overflow = session.loss(
+            end = session.loss(
                 "step", (args, kwargs), self._steps, sharded=sharded, scale=known * factor, unscaled=unscaled,
                 samples=samples,
             )  # fmt: skip
+        loss, overflow = end.loss, end.not_finite
         self._meter.loss = loss
         self._steps += 1
-        self._speeds.note(session.computed_ns)
         self._mark_trained()
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if overflow else 0
         if scaler is not None:
@@ -178,19 +175,22 @@ class Pipe(PipeMeasured):
         require_stream(session.plan, session.graph, self._options, blocking=session.world.carrier is not None)
         if self._training is not None:
             self._training.end("another call of pipe.train")
+            session.calls.listeners.remove(self._training)
         made = optimizer([parameter for _, parameter in self.named_parameters()])
         following = scheduler(made) if scheduler is not None else None
         paced = following if isinstance(following, list | tuple) else [] if following is None else [following]
         update = partial(_stepped, [*given_as("optimizer", made), *paced])
         self._training = Training(session, self._position, lambda: self._steps, self._count_step, update)
-        session.flush = self._training.flush
+        session.calls.listeners.append(self._training)
         return (without_backward(loss) for loss in self._training.losses(mode))
 
     def flush(self) -> None:
         """Wait until all batches that entered in `train` have come back and all stages have made their updates.
         Collective; does nothing if no batch is in flight."""
-        with self.session.calls.collective("a flush failed"):
-            self.session.flush()
+        session = self.session
+        with session.calls.collective("a flush failed"):
+            if self._training is not None:
+                self._training.flush()
 
     def _count_step(self) -> None:
         self._steps += 1
@@ -200,7 +200,7 @@ class Pipe(PipeMeasured):
         """Return the loss of a batch with the model in eval mode, without gradients.  Only the first rank of the first
         stage needs the batch; others may pass None."""
         with outside_inference_mode():
-            return without_backward(self.session.loss("loss", (args, kwargs))[0])
+            return without_backward(self.session.loss("loss", (args, kwargs)).loss)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the model returns in eval mode for this batch, on every rank, on the CPU.
@@ -277,7 +277,7 @@ class Pipe(PipeMeasured):
         return Around(self._steps, scaler, kept.optimizers, kept.schedulers, self.companions, self._placeholder)
 
     def _follow(self, kept: Kept) -> None:
-        self._rescue.follow(kept, self._around(kept), self.session.world.rank)
+        self._rescue.follow(kept, self.session)
 
     # -- what it is ----------------------------------------------------------------------------------------------
 
@@ -358,14 +358,8 @@ class Pipe(PipeMeasured):
         if session is None:
             return
         self._at_close, self._session = self._facts, None
-        failed: Exception | None = None
         try:
-            try:
-                self._saver.close(session, healthy=session.calls.healthy)
-            except UsageError:  # the ranks make different calls
-                raise
-            except Exception as error:  # all ranks raise it, and their weights still come together
-                failed = error
+            failed = session.calls.closing()
             if self._superseded:
                 pass  # the newer pipe has the trained values
             elif sync and session.calls.healthy:
@@ -377,7 +371,8 @@ class Pipe(PipeMeasured):
                 raise failed
         finally:
             self._stopped = session.world.stop_requested
-            self._rescue.end()
+            for each in session.calls.listeners:
+                each.closed()
             session.close()
 
     def __enter__(self) -> Pipe:

@@ -19,7 +19,7 @@ from autopart.ir.program import Program
 from autopart.options import Options
 from autopart.pipe.state import PipeState
 from autopart.report.plan_table import stage_table
-from autopart.session.session_plan import Preparing
+from autopart.session.session import Preparing
 from autopart.state.contents import driven_names
 from autopart.state.misuse_guards import short_tracebacks
 from autopart.state.optimizers import GivenOptimizer, given_as
@@ -34,7 +34,7 @@ class PipePlan(PipeState):
         self._cluster = cluster
         self._options = options
         self._training: Training | None = None
-        self._speeds = Speeds()
+        self._speeds = Speeds(cluster)
 
     @property
     def cluster(self) -> Cluster:
@@ -44,7 +44,7 @@ class PipePlan(PipeState):
     @property
     def program(self) -> Program:
         """The actions of every rank in one training step."""
-        return self.session.program()
+        return self.session.standing.program()
 
     def explain(self) -> str:
         """Return the stage table: what runs where, with simulated times and memory; then the captures of this rank."""
@@ -65,8 +65,6 @@ class PipePlan(PipeState):
         ended by another plan.
         """
         self.session.adopt(plan, self._preparing(optimizer))
-        self._speeds.follow(self.session.plan, self._cluster)
-        self._end_training("adopt")
 
     def replan(
         self,
@@ -102,7 +100,6 @@ class PipePlan(PipeState):
         found = replan(self.session, machines, steps, sizes, self._preparing(optimizer), cache)
         if found.adopted:
             self._speeds.follow(self.session.plan, machines, slowness)
-            self._end_training("replan")
         return found
 
     @property
@@ -112,10 +109,6 @@ class PipePlan(PipeState):
         by that of the newest five.  Also those that have become so much faster since the last `replan`, which judges
         them all.  Alike on all ranks, and a warning names them.  Measured in `step` on CPUs."""
         return self._speeds.stragglers()
-
-    def _end_training(self, call: str) -> None:
-        if self._training is not None:
-            self._training.end(call)
 
     def _preparing(self, optimizer: GivenOptimizer) -> Preparing:
         if not (optimizers := given_as("optimizer", optimizer)):

@@ -174,7 +174,7 @@ class PipeState(ModuleSurface):
         if self._session is None:
             yield from self._captures.trained.named_parameters()
             return
-        driven, keeps = self._session.tensors.driven, self._session.keeps
+        driven, keeps = self._session.tensors.driven, self._session.standing.keeps
         held = [(name, t) for name, t in driven.items() if isinstance(t, nn.Parameter) and keeps(name)]
         yield from held
         if not any(parameter.requires_grad for _, parameter in held):
@@ -184,7 +184,7 @@ class PipeState(ModuleSurface):
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield `named_parameters` without the names.  Clip with `pipe.clip_grad_norm_`: torch's function would use the
         norm of this rank's gradients alone, and is refused."""
-        if self._session is not None and self._session.divides_parameters:
+        if self._session is not None and self._session.standing.divides_parameters:
             refuse_clipping(sys._getframe(1))
         for _, parameter in self.named_parameters():
             yield parameter

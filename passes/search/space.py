@@ -112,7 +112,7 @@ class PlanRequest:
 
     @property
     def is_free(self) -> bool:
-        """Whether plans of 1F1B's family are allowed beside other orders."""
+        """Whether plans of 1F1B's family are allowed together with other orders."""
         return self.schedule == "auto" and self.stages_per_rank in ("auto", 1)
 
     @property

@@ -198,7 +198,7 @@ class StageCostTables:
         return whole
 
     def _older_versions(self, live: int) -> int:
-        """Return how many versions of its weights, beside the newest, an asynchronous stage holds."""
+        """Return how many versions of its weights, older than the newest, an asynchronous stage holds."""
         if self.schedule == DELAYED:
             return 1
         return -(-(live - 1) // len(self.micro_rows)) if streams(find(self.schedule)) else live - 1

@@ -166,7 +166,7 @@ def casting_ns(copy_bytes: int, device: Device) -> int:
 def copying_ns(size_bytes: int, devices: Sequence[Device]) -> int:
     """Return the nanoseconds of compute that messages of size_bytes take from the slowest of these devices.
 
-    A GPU's messages pass beside its work.  On a CPU the cores that compute copy each of them twice, to or from the
+    A GPU's messages overlap with its work.  On a CPU the cores that compute copy each of them twice, to or from the
     socket, and read and write it each time.
     """
     rates = [device.reached_bytes_per_s for device in devices if not DEVICE_KINDS[device.kind].beside]
@@ -176,7 +176,7 @@ def copying_ns(size_bytes: int, devices: Sequence[Device]) -> int:
 def summing_ns(size_bytes: int, ranks: Sequence[int], cluster: Cluster) -> int:
     """Return the nanoseconds of compute that an all-reduce of size_bytes takes from the slowest of its ranks.
 
-    A GPU sums beside its work.  On a CPU each rank sends 2 (n - 1) / n of the bytes and receives as many
+    A GPU's sums overlap with its work.  On a CPU each rank sends 2 (n - 1) / n of the bytes and receives as many
     (`copying_ns`), adds half of those, and copies gradients into buckets.
     """
     if DEVICE_KINDS[cluster.kind].beside or len(ranks) < 2:

@@ -1,9 +1,9 @@
-"""How fast each rank computes beside what its plan says, and beside its own first steps: which devices are stragglers.
+"""How fast each rank computes relative to its plan, and to its own first steps: which devices are stragglers.
 
-Assumes that the plan's times are right up to a factor that all ranks share; so a rank is judged beside the others.
+Assumes that the plan's times are right up to a factor that all ranks share; so a rank is judged relative to the others.
 Where all ranks are about as fast as planned at first, what is left is the error of the plan's costs of each stage, and
-from then on ranks are judged beside those first steps.  Wrong where a plan's costs are far wrong for one stage alone:
-then that stage is taken for slow, by the same factor, and a new plan gives it less, which is right too.
+from then on ranks are judged relative to those first steps.  Wrong where a plan's costs are far wrong for one stage
+alone: that stage is taken for slow, by the same factor, and a new plan gives it less, which is right too.
 """
 
 from __future__ import annotations
@@ -16,20 +16,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from autopart.ir.cluster import Cluster, Device
 from autopart.ir.plan import Plan
 from autopart.ir.shares import Division
+from autopart.session.executors.step_end import StepEnd
+from autopart.session.ranks.listener import Listener
 
 WINDOW, RECENT, SKIPPED = 8, 5, 2
 """Steps by whose median a rank is named, the newest of them, which say how slow it is (when more than half of the
 steps are slow, all of these are), and the first ones under a plan, in which caches and pages are cold."""
 SLOW, CHANGED = 2.0, 1.5
-"""A device is named if it takes so many times as long as was planned for, or as in its first steps under the plan; or
-the reverse."""
+"""Report a rank once it is this many times slower, or faster, than planned, or than in its first steps."""
 _log = logging.getLogger("autopart")
 
 
-class Speeds:
-    """The measured slowness of each rank under the plan that runs; alike on all ranks, since all note the same."""
+class Speeds(Listener):
+    """The measured slowness of each rank under the plan that runs; alike on all ranks, since all note the same.
 
-    def __init__(self) -> None:
+    cluster: the machines as the first plan takes them."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
         self._planned: tuple[float, ...] = ()
         self._known: tuple[float, ...] = ()
         self._judged: tuple[float, ...] = ()
@@ -37,6 +41,14 @@ class Speeds:
         self._rows: deque[Sequence[float]] = deque(maxlen=WINDOW)
         self._left = SKIPPED
         self._told: frozenset[int] = frozenset()
+
+    def brought_up(self, plan: Plan) -> None:
+        """Begin again under a plan that takes no rank for slow."""
+        self.follow(plan, self._cluster)
+
+    def step_ended(self, end: StepEnd) -> None:
+        """Note what each rank computed for."""
+        self.note(end.computed_ns)
 
     def follow(self, plan: Plan, cluster: Cluster, known: Sequence[float] = ()) -> None:
         """Begin again under a plan for a cluster.  known: how slow the plan takes each rank for; () for 1 each."""
@@ -118,7 +130,7 @@ def planned_ns(plan: Plan, cluster: Cluster) -> tuple[float, ...]:
 
 
 def _parts(division: Division, devices: Sequence[Device]) -> list[float]:
-    """Return how long each device takes beside the slowest one, for its share."""
+    """Return the time of each device for its share, relative to the slowest device."""
     shares = division.shares if division.splits else (1,) * len(devices)
     times = [share / device.flops_per_s for share, device in zip(shares, devices, strict=True)]
     return [time / max(times) for time in times]

@@ -71,7 +71,7 @@ class Meter:
     def predicted_s(self, session: Session) -> float | None:
         """Return the simulated seconds of the last step, None for another kind of batch than the plan is for."""
         plan = session.plan
-        if not session.ran_as_planned or not plan.step_ns:
+        if not session.road.ran_as_planned or not plan.step_ns:
             return None
         if self._predicted is None or self._predicted[0] is not plan:
             self._predicted = plan, plan.step_without_optimizer_ns * 1e-9

@@ -22,7 +22,8 @@ from itertools import accumulate, pairwise
 from autopart.ir.plan import Stage
 from autopart.ir.size import Size
 from autopart.passes.search.space import SearchSpace
-from autopart.passes.simulation.stage_costs import Estimator, StageContext
+from autopart.passes.simulation.charges import StageContext
+from autopart.passes.simulation.stage_costs import Estimator
 
 Way = tuple[int, list[range]]
 """(bytes kept for all micro-batches in flight and for the largest group, groups of blocks)."""

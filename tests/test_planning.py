@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,13 +14,15 @@ from torch.nn import functional as F
 
 import autopart
 from autopart.batch.batch import flatten
-from autopart.capture import CaptureCache
+from autopart.capture import CaptureCache, Captured
+from autopart.costs.sources import CostedGraph
 from autopart.files.plans import match_plan
 from autopart.ir.cluster import Cluster, Device, Level, Link
 from autopart.ir.errors import RefusedError, UsageError
 from autopart.ir.shares import parts
 from autopart.ir.size import Size
 from autopart.options import read_options
+from autopart.passes.ops.analytic_costs import analytic_costs
 from autopart.passes.program.orders import Schedule
 from autopart.passes.program.schedules import find, register
 from autopart.planning.make import Planned, make_plan
@@ -304,3 +307,28 @@ def _planned_net(dtype: torch.dtype = torch.float32, **options: Any) -> autopart
     return autopart.plan(
         net().to(dtype), "cpu:2", sample=(x.to(dtype), y), loss_fn=F.cross_entropy, costs="analytic", **options
     )
+
+
+def test_a_plan_that_its_own_costs_make_slow_gives_way_to_a_settled_alternative() -> None:
+    """Costs are taken at two rows, and promise that single rows take half; by their own costs they take five times."""
+
+    def dearer_alone(captured: Captured, device: Device) -> CostedGraph:
+        graph = analytic_costs(captured.graph, device)
+        if graph.rows != 1:
+            return CostedGraph(graph)
+        costs = [replace(op.cost, fwd_ns=5 * op.cost.fwd_ns, bwd_ns=5 * op.cost.bwd_ns) for op in graph.ops]
+        return CostedGraph(
+            replace(graph, ops=tuple(replace(op, cost=cost) for op, cost in zip(graph.ops, costs, strict=True)))
+        )
+
+    def plan(**options: Any) -> autopart.Plan:
+        model, data = Layers(), (torch.ones(8, 16), torch.ones(8, 16))
+        read = read_options(costs=dearer_alone, loss_fn=F.mse_loss, optimizer="sgd", replicas=1, stages=2, **options)
+        return make_plan(CaptureCache(model, F.mse_loss), flatten(data, with_target=True), SLOW, read).plan
+
+    promised, alone, found = planned(stages=2)[0].plan, plan(micro_batches=8), plan()
+    assert promised.micro_rows == (1,) * 8 and max(found.micro_rows) > 1
+    assert found.step_ns < alone.step_ns
+    settled = [a for a in found.outlook.alternatives if "by their own costs" in a.name]
+    assert [a.step_ns for a in settled] == [alone.step_ns] and "+" in settled[0].why
+    assert all(a.step_ns >= found.step_ns for a in settled)

@@ -37,9 +37,9 @@ from autopart.state.misuse_guards import (
     watch_optimizers,
     without_backward,
 )
-from autopart.state.optimizers import GivenOptimizer, optimizers_of
+from autopart.state.optimizers import GivenOptimizer, given_as
 from autopart.state.scaler import WARN_AFTER, checked_scale, not_finite, refuse_ambiguous, warn_skipped
-from autopart.state.schedulers import GivenScheduler, schedulers_of
+from autopart.state.schedulers import GivenScheduler
 from autopart.state.state_dict import empty_foreign, sync_state, take_masters
 
 
@@ -179,7 +179,7 @@ class Pipe(PipeMeasured):
         made = optimizer([parameter for _, parameter in self.named_parameters()])
         following = scheduler(made) if scheduler is not None else None
         paced = following if isinstance(following, list | tuple) else [] if following is None else [following]
-        update = partial(_stepped, [*optimizers_of(made), *paced])
+        update = partial(_stepped, [*given_as("optimizer", made), *paced])
         self._training = Training(session, self._position, lambda: self._steps, self._count_step, update)
         session.calls.listeners.append(self._training)
         return (without_backward(loss) for loss in self._training.losses(mode))
@@ -239,7 +239,7 @@ class Pipe(PipeMeasured):
         Raises CheckpointError on all ranks; the pipe and earlier checkpoints are then as before.
         """
         require_folder(folder, keep)
-        self._follow(kept := Kept(folder, optimizers_of(optimizer), schedulers_of(scheduler), extra))
+        self._follow(kept := Kept(folder, given_as("optimizer", optimizer), given_as("scheduler", scheduler), extra))
         with self.session.call("save") as session:
             request = Request(Path(folder), extra, keep, wait)
             return self._saver.save(session, self._around(kept), request)
@@ -262,7 +262,7 @@ class Pipe(PipeMeasured):
         missing_ok: True to change nothing and return None, instead of raising, if rank 0 finds no checkpoint there.
         """
         require_folder(folder, None)
-        kept = Kept(folder, optimizers_of(optimizer), schedulers_of(scheduler))
+        kept = Kept(folder, given_as("optimizer", optimizer), given_as("scheduler", scheduler))
         with self.session.call("load") as session:
             document, extra = self._saver.load(session, folder, self._around(kept), missing_ok=missing_ok)
         if document is not None:

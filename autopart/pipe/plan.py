@@ -22,7 +22,7 @@ from autopart.report.plan_table import stage_table
 from autopart.session.session import Preparing
 from autopart.state.contents import driven_names
 from autopart.state.misuse_guards import short_tracebacks
-from autopart.state.optimizers import GivenOptimizer, optimizers_of
+from autopart.state.optimizers import GivenOptimizer, given_as
 
 
 @short_tracebacks
@@ -94,7 +94,7 @@ class PipePlan(PipeState):
         """
         if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 0):
             raise UsageError(f"steps is {steps!r}", fix="pass how many training steps remain")
-        sizes = state_bytes_of(optimizers_of(optimizer), driven_names(self.session, self._placeholder))
+        sizes = state_bytes_of(given_as("optimizer", optimizer), driven_names(self.session, self._placeholder))
         slowness = self._speeds.judge()
         machines = slowed(self._cluster, slowness)
         found = replan(self.session, machines, steps, sizes, self._preparing(optimizer), cache)
@@ -111,6 +111,6 @@ class PipePlan(PipeState):
         return self._speeds.stragglers()
 
     def _preparing(self, optimizer: GivenOptimizer) -> Preparing:
-        if not (optimizers := optimizers_of(optimizer)):
+        if not (optimizers := given_as("optimizer", optimizer)):
             return lambda: lambda _: None
         return partial(carrying, self.session, optimizers, self._placeholder)

@@ -26,6 +26,7 @@ from autopart.ir.cluster import Cluster
 from autopart.ir.device_kinds import DEVICE_KINDS
 from autopart.ir.errors import AutopartError, CaptureError, InfeasibleError, PlanError, RefusedError, UsageError
 from autopart.ir.graph import Graph, LossReduction
+from autopart.ir.outlook import Alternative
 from autopart.ir.plan import Plan, Precision
 from autopart.ir.program import BUCKET_BYTES
 from autopart.ir.size import Size
@@ -39,11 +40,10 @@ from autopart.passes.program.routing import divided_values
 from autopart.passes.program.schedules import find, names, streams
 from autopart.passes.search.space import PlanRequest
 from autopart.passes.simulation.stage_costs import device_types
-from autopart.planning.batch_statistics import batch_statistics, moving
 from autopart.planning.derive.family import ProgramFamily, another_size, capture_family
 from autopart.planning.derive.reduction import WHOLE, BatchRule, loss_reduction, rule_of
 from autopart.planning.derive.token_axis import AskedSlices, asked_slices, sequence_length
-from autopart.planning.no_effect import without_effect
+from autopart.planning.notes import moving, notes_on
 from autopart.planning.restrictions import (
     PlanningTask,
     at_known_sizes,
@@ -52,11 +52,14 @@ from autopart.planning.restrictions import (
     with_more_rows,
     with_reduction,
 )
-from autopart.planning.splits import Splits, other_sizes, ways_to_split
+from autopart.planning.splits import first_size, other_sizes, ways_to_split
 from autopart.runtime.activity import patient
 
 IDLE = 0.15
 """Bubble from which slices of sequences are suggested."""
+SETTLED, CLEARLY = 3, 0.95
+"""Plans that are made with the costs of their own size, and the part of the fastest one's step below which another way
+to cut the batch must be promised to become one of them."""
 LONG = 64
 """Tokens of a sequence from which slices are suggested."""
 
@@ -118,7 +121,7 @@ def _searched(captures: CaptureCache, batch: Batch, cluster: Cluster, options: O
     """Return the best plan that the options allow, as `make_plan` describes."""
     # The program at every size that micro-batches may have, from captures at two sizes.
     splits = ways_to_split(batch, options.micro_batches)
-    first = _first_size(splits, batch, cluster, options)
+    first = first_size(splits, batch, cluster, options)
     with _phase("capturing the model"):
         family = capture_family(captures, batch, first, other_sizes(splits, batch))
     require_something_to_train(family.base.graph)
@@ -223,6 +226,38 @@ def _request(task: PlanningTask, graph: Graph) -> tuple[PlanRequest, tuple[str, 
 
 
 def _settled(task: PlanningTask, costs: CostedGraph, plan: Plan, reduction: LossReduction) -> Planned:
+    """Return the plan with the costs of its own size, or a faster one that cuts the batch otherwise.
+
+    Where its own costs make it slower than promised, and others are promised clearly less (`CLEARLY`), these get their
+    own costs too, at most `SETTLED` in all.  The fastest is taken; the others are its alternatives.
+    """
+    promised_ns, left = plan.step_ns, task.splits
+    found = [_at_own_size(task, costs, plan, reduction)]
+    while len(found) < SETTLED:
+        limit = CLEARLY * min(each.plan.step_ns for each in found)
+        left = tuple(rows for rows in left if rows not in (plan.micro_rows, found[-1].plan.micro_rows))
+        if not left or promised_ns >= limit:
+            break
+        try:
+            plan = _built(replace(task, splits=left), costs)
+            if plan.step_ns >= limit:
+                break
+            found.append(_at_own_size(task, costs, plan, reduction))
+        except (RefusedError, InfeasibleError):
+            break
+    best = min(found, key=lambda each: each.plan.step_ns)
+    return replace(best, plan=_beside(best.plan, [each.plan for each in found if each is not best]))
+
+
+def _beside(best: Plan, others: list[Plan]) -> Plan:
+    """Return the best plan with others, by their own costs, as its alternatives."""
+    named = [(other, f"micro-batches of {max(other.micro_rows)} rows by their own costs") for other in others]
+    slower = [f"{other.step_ns / max(1, best.step_ns) - 1:+.1%}" for other in others]
+    more = tuple(Alternative(name, other.step_ns, why) for (other, name), why in zip(named, slower, strict=True))
+    return replace(best, outlook=replace(best.outlook, alternatives=(*best.outlook.alternatives, *more)))
+
+
+def _at_own_size(task: PlanningTask, costs: CostedGraph, plan: Plan, reduction: LossReduction) -> Planned:
     """Return the plan made once more with the costs of its own size.
 
     A model on the meta device is not measured: only the digest of its plan is changed to its own size.
@@ -243,12 +278,8 @@ def _settled(task: PlanningTask, costs: CostedGraph, plan: Plan, reduction: Loss
             captured = family.captured(size)
             plan = _made_for(plan, captured.graph)
     rule = _rule(plan, captured, family, reduction, task.slices)
-    notes = (*task.notes, *_notes(task.options, plan, captured.graph), *moving(plan, captured.graph, rule.steady))
+    notes = (*task.notes, *notes_on(task.options, plan, captured.graph), *moving(plan, captured.graph, rule.steady))
     return Planned(plan.with_notes(*notes), captured, rule, costs)
-
-
-def _notes(options: Options, plan: Plan, graph: Graph) -> tuple[str, ...]:
-    return (*without_effect(options, plan, graph), *batch_statistics(options, plan, graph))
 
 
 def _with_enough_rows(task: PlanningTask, costs: CostedGraph, plan: Plan) -> tuple[PlanningTask, Plan]:
@@ -288,7 +319,7 @@ def _given(given: Plan, captures: CaptureCache, batch: Batch, cluster: Cluster, 
     splits = (given.micro_rows if not replicated else given.micro_rows * 2,)
     reduction = loss_reduction(family, splits, options.loss_reduction)
     slices = asked_slices(given.decision.token_slices or None, captures, batch, captured.graph.size)
-    noted = given.with_notes(*_notes(options, given, captured.graph))
+    noted = given.with_notes(*notes_on(options, given, captured.graph))
     return Planned(noted, captured, _rule(given, captured, family, reduction, slices))
 
 
@@ -359,19 +390,3 @@ def precision_of(options: Options, given: Plan | None) -> Precision:
             fix="drop precision=, or make a plan for it",
         )
     return planned
-
-
-def _first_size(splits: Splits, batch: Batch, cluster: Cluster, options: Options) -> Size:
-    """Return the size to capture first: that of about four micro-batches a stage (bubble 1/5, GPipe section 2.3).
-
-    It has several rows if possible: a program of one row may lack ops that others have, such as an `expand`.
-    """
-    if batch.rows in (None, 1):
-        return Size(1)
-    stages = options.stages or cluster.world
-    wanted = 4 * stages if stages > 1 else 1
-    several = [micro_rows for micro_rows in splits if max(micro_rows) > 1]
-    if not several:
-        return Size(2)
-    nearest = min(several, key=lambda micro_rows: abs(len(micro_rows) - wanted))
-    return Size(max(nearest))

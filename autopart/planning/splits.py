@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from autopart.batch.batch import Batch, split_rows
+from autopart.ir.cluster import Cluster
 from autopart.ir.errors import UsageError
 from autopart.ir.size import Size
+from autopart.options import Options
 
 MOST_MICRO_BATCHES = 1 << 16
 """Most micro-batches that the planner chooses by itself."""
@@ -44,3 +46,19 @@ def other_sizes(splits: Splits, batch: Batch) -> list[Size] | None:
         return None
     # The whole batch first: the model's Python may take another branch for it than for a micro-batch.
     return [Size(batch.rows), *(Size(rows) for micro_rows in splits for rows in sorted(set(micro_rows)) if rows > 1)]
+
+
+def first_size(splits: Splits, batch: Batch, cluster: Cluster, options: Options) -> Size:
+    """Return the size to capture first: that of about four micro-batches a stage (bubble 1/5, GPipe section 2.3).
+
+    It has several rows if possible: a program of one row may lack ops that others have, such as an `expand`.
+    """
+    if batch.rows in (None, 1):
+        return Size(1)
+    stages = options.stages or cluster.world
+    wanted = 4 * stages if stages > 1 else 1
+    several = [micro_rows for micro_rows in splits if max(micro_rows) > 1]
+    if not several:
+        return Size(2)
+    nearest = min(several, key=lambda micro_rows: abs(len(micro_rows) - wanted))
+    return Size(max(nearest))

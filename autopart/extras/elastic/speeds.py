@@ -32,7 +32,7 @@ class Speeds:
     def __init__(self) -> None:
         self._planned: tuple[float, ...] = ()
         self._known: tuple[float, ...] = ()
-        self._judged: tuple[float, ...] = ()
+        self.judged: tuple[float, ...] = ()
         self._usual: tuple[float, ...] = ()
         self._rows: deque[Sequence[float]] = deque(maxlen=WINDOW)
         self._left = SKIPPED
@@ -41,15 +41,15 @@ class Speeds:
     def follow(self, plan: Plan, cluster: Cluster, known: Sequence[float] = ()) -> None:
         """Begin again under a plan for a cluster.  known: how slow the plan takes each rank for; () for 1 each."""
         self._planned = planned_ns(plan, cluster)
-        self._known = self._judged = tuple(known) or (1.0,) * cluster.world
+        self._known = self.judged = tuple(known) or (1.0,) * cluster.world
         self._usual = ()
         self._restart()
 
     def judge(self) -> tuple[float, ...]:
         """Return how slow each rank is, 1 for as planned on its device; ranks are named again only for a change."""
-        self._judged = self.slowness()
+        self.judged = self.slowness()
         self._restart()
-        return self._judged
+        return self.judged
 
     def _restart(self) -> None:
         self._rows.clear()
@@ -67,7 +67,7 @@ class Speeds:
         self._rows.append(computed_ns)
         found = self.stragglers()
         if not found and not self._usual and len(self._rows) == WINDOW:
-            self._usual = tuple(slow / judged for slow, judged in zip(self.slowness(), self._judged, strict=True))
+            self._usual = tuple(slow / judged for slow, judged in zip(self.slowness(), self.judged, strict=True))
         new = frozenset(found) - self._told
         self._told = self._told | new
         for rank in sorted(new):
@@ -78,7 +78,7 @@ class Speeds:
 
     def slowness(self) -> tuple[float, ...]:
         """Return how slow each rank is; what was known before where it is not measured yet, or has no stage."""
-        return self._slowness(list(self._rows)[-RECENT:]) if len(self._rows) == WINDOW else self._judged
+        return self._slowness(list(self._rows)[-RECENT:]) if len(self._rows) == WINDOW else self.judged
 
     def stragglers(self) -> Mapping[int, float]:
         """Return the ranks whose speed has changed since they were last judged, and how slow they are."""
@@ -87,7 +87,7 @@ class Speeds:
         limit = CHANGED if self._usual else SLOW
         found = {}
         for rank, (slow, lately) in enumerate(zip(self._slowness(self._rows), self.slowness(), strict=True)):
-            changes = [each / self._judged[rank] for each in (slow, lately)]
+            changes = [each / self.judged[rank] for each in (slow, lately)]
             if min(changes) >= limit or max(changes) <= 1 / limit:
                 found[rank] = lately
         return found
@@ -97,7 +97,7 @@ class Speeds:
         working = [rank for rank, planned in enumerate(self._planned) if planned > 0]
         medians = [statistics.median_low(column) for column in zip(*rows, strict=True)]
         if len(working) < 2 or not all(medians[rank] > 0 for rank in working):
-            return self._judged
+            return self.judged
         usual = self._usual or (1.0,) * len(self._known)
         slow = {rank: self._known[rank] * medians[rank] / self._planned[rank] / usual[rank] for rank in working}
         middle = statistics.median_low(slow.values())

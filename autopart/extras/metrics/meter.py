@@ -11,7 +11,7 @@ import torch
 
 from autopart.capture import Captured
 from autopart.ir.plan import Plan
-from autopart.ir.timeline import Span, Timeline
+from autopart.ir.timeline import Span
 from autopart.session.session import Session
 
 DRIFT, DRIFT_STEPS = 0.2, 50
@@ -38,8 +38,7 @@ class Meter:
 
     timed: whether actions are timed, which begins when metrics are first asked for.  seconds: of the last step.  loss:
     of its batch.  spans: of the last step, if it was timed.  drifting: steps in a row that differ from their
-    prediction by more than `DRIFT`.  work: of the last batch whose metrics were asked for.  timeline: the
-    last one of all ranks, with the plan under which it ran.
+    prediction by more than `DRIFT`.  work: of the last batch whose metrics were asked for.
     """
 
     timed: bool = False
@@ -48,7 +47,6 @@ class Meter:
     spans: list[Span] = field(default_factory=list)
     drifting: int = 0
     work: Work | None = None
-    timeline: tuple[Plan, Timeline] | None = None
     _predicted: tuple[Plan, float] | None = None
 
     @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, Never, ParamSpec, TypeVar
 
 from autopart.ir.errors import short_errors
 from autopart.state.core import Part
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         """The type of a property that is read from a part."""
 
         def __get__(self, pipe: Any, kind: type | None = None) -> R: ...
+        def __set__(self, pipe: Any, value: Never) -> None: ...
 
 
 def verb(part: type[P], method: Callable[Concatenate[P, A], R]) -> Callable[Concatenate[Any, A], R]:

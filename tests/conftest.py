@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.workers import Workers
+from support.workers import Workers, close_template
 from xdist.scheduler import LoadScopeScheduling
 
 
@@ -32,7 +32,7 @@ class FilesTogether(LoadScopeScheduling):  # type: ignore[misc]
 @functools.cache
 def _uses_pools(path: str) -> bool:
     text = (Path(__file__).parent.parent / path).read_text()
-    return re.search(r"\b(workers|pair)(: Workers)?[,)]", text) is not None
+    return re.search(r"\b(workers|pair)(: \w+)?[,)]", text) is not None
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FilesTogether:
@@ -56,6 +56,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AUTOPART_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
+        close_template()
 
 
 @pytest.fixture(scope="session")

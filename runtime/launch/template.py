@@ -26,7 +26,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -95,13 +95,14 @@ def works_here() -> bool:
 class Template:
     """The launcher's side; a context manager."""
 
-    def __init__(self, env: Mapping[str, str]) -> None:
-        """Start the process, with changes of the environment; it imports while the launcher goes on."""
+    def __init__(self, env: Mapping[str, str], preloaded: Sequence[str] = PRELOADED) -> None:
+        """Start the process, with changes of the environment; it imports these modules while the launcher goes on."""
         self._socket, theirs = socket.socketpair()
         tied = threading.current_thread() is threading.main_thread()
         code = (
             "import sys; sys.path[:] = filter(None, sys.path); "  # '' is the working folder, which -c puts there
-            f"from autopart.runtime.launch.template import main; main({theirs.fileno()}, {os.getpid()}, {tied})"
+            f"from autopart.runtime.launch.template import main; main({theirs.fileno()}, {os.getpid()}, {tied}, "
+            f"{list(preloaded)})"
         )
         own = {**os.environ, **env, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
         with theirs:
@@ -158,14 +159,14 @@ class _Request:
     preparation: dict[str, Any]
 
 
-def main(descriptor: int, launcher: int, tied: bool) -> None:
-    """Import, and fork ranks until the launcher ends.  tied: whether the launcher's main thread started this process,
-    so that the kernel may end it with that thread."""
+def main(descriptor: int, launcher: int, tied: bool, preloaded: Sequence[str]) -> None:
+    """Import these modules, and fork ranks until the launcher ends.  tied: whether the launcher's main thread started
+    this process, so that the kernel may end it with that thread."""
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):  # sent to all processes of a job: ranks decide
         signal.signal(number, signal.SIG_IGN)
     if tied:
         worker.end_with_parent(launcher)
-    for name in PRELOADED:
+    for name in preloaded:
         import_module(name)
     gc.collect()
     gc.freeze()  # what is never looked at again stays shared

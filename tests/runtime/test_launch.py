@@ -34,7 +34,7 @@ TESTS = Path(__file__).parents[1]
 @pytest.fixture(scope="module")
 def workers() -> Iterator[Workers]:
     """Two processes that live across tests; each failure that ends them starts new ones."""
-    with Workers(2, timeout=100) as pool:
+    with Workers(2, timeout=100, new=True) as pool:
         yield pool
 
 
@@ -67,7 +67,7 @@ def test_results_come_back_by_rank_from_the_environment_that_torchrun_sets(monke
 @pytest.mark.slow
 def test_threads_are_shared_out_and_close_ends_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    pool = Workers(2, timeout=100)
+    pool = Workers(2, timeout=100, new=True)
     threads = {int(seen["OMP_NUM_THREADS"]) for seen in pool.run(jobs.environment)}
     assert threads == {max(1, len(os.sched_getaffinity(0)) // 2)}
     pids = pool.pids
@@ -203,7 +203,7 @@ def test_a_forked_child_that_exits_is_not_taken_for_its_rank(workers: Workers, s
 
 def test_timeout_says_what_each_rank_did(workers: Workers) -> None:
     pids = [r[2] for r in workers.run(jobs.double, 1)]
-    with Workers(2, timeout=100) as pool:
+    with Workers(2, timeout=100, new=True) as pool:
         pool.run(jobs.double, 1)
         pool.timeout = 1
         with pytest.raises(WorkerError) as caught:

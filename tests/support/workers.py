@@ -1,7 +1,12 @@
-"""Local processes that live on from one call to the next, so that tests need not start them each time."""
+"""Local processes that live on from one call to the next, so that tests need not start them each time.
+
+They are forked from one process for each of pytest's, which has imported what captures need: a new process takes seven
+seconds of a core for that before its first capture.
+"""
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -10,8 +15,26 @@ from typing import Any
 import torch.distributed as dist
 
 from autopart.runtime.launch.reasons import error_for
+from autopart.runtime.launch.starting import Starter, spawned
 from autopart.runtime.launch.supervise import Fleet, load_result, name_of, pickle_call
+from autopart.runtime.launch.template import PRELOADED, Template, works_here
 from autopart.runtime.launch.worker import Failure, Success
+
+MODELS = ("transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama")
+"""Modules whose import brings what those of all models import."""
+
+
+@functools.cache
+def template() -> Template:
+    """Return the process from which this process's pools are forked, which starts with the first call."""
+    return Template({"OMP_NUM_THREADS": "1"}, (*PRELOADED, *MODELS))
+
+
+def close_template() -> None:
+    """End the process from which pools are forked, and their processes, if there is one."""
+    if template.cache_info().currsize:
+        template().__exit__()
+        template.cache_clear()
 
 
 class Workers:
@@ -21,9 +44,10 @@ class Workers:
     function leaves open is still open in the next `run`; once all have left it, the next `run` has a new store.
     """
 
-    def __init__(self, world: int, *, timeout: float = 300.0) -> None:
-        """timeout: seconds for each `run`, start of processes included."""
+    def __init__(self, world: int, *, timeout: float = 300.0, new: bool = False) -> None:
+        """timeout: seconds for each `run`, start of processes included.  new: start new processes, as `launch` does."""
         self.world, self.timeout = world, timeout
+        self._start: Starter = spawned if new or not works_here() else lambda rank, env: template().start(rank, env)
         self._fleet: Fleet | None = None
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
@@ -34,7 +58,7 @@ class Workers:
         call = pickle_call(fn, args)
         deadline = time.monotonic() + self.timeout
         if self._fleet is None or not self._fleet.members:
-            self._fleet = _ReusedFleet(self.world, deadline)
+            self._fleet = _ReusedFleet(self.world, deadline, start=self._start)
         return self._fleet.run(call, name_of(fn), deadline)
 
     @property

@@ -128,9 +128,9 @@ def kinds_in_turn(order: str, several: bool) -> list[int]:
     options |= PLANS[0] | {"schedule": "pipedream", "micro_batches": 1}
     with autopart.compile(net(), "cpu:2", **options) as pipe:
         training = pipe.train(data, optimizer=made)
-        training = pipe._core.part(Asynchronous).training
-        real = training._empty
-        training._empty = lambda: (flushes.append(pipe.steps), real())[1]
+        going = pipe._core.part(Asynchronous).training
+        real = going._empty
+        going._empty = lambda: (flushes.append(pipe.steps), real())[1]
         losses = [loss.item() for loss in training]
         assert len(losses) == len(data)
         return flushes

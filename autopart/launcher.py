@@ -1,6 +1,6 @@
 """What launched this process as one of several: torchrun's variables, or those of srun, mpirun and mpiexec.
 
-The other launchers tell the rank of a process in variables of their own.  If these are complete, they are translated to
+The other launchers pass the rank of a process in variables of their own.  If these are complete, they are translated to
 torchrun's; if one is missing, such as the address of rank 0, the launch is refused, since each process would train
 alone.
 """

@@ -106,7 +106,7 @@ class LocalTensors:
                 raise RefusedError(
                     f"{name} is trained now, and was frozen when the model was compiled",
                     why="it has no master in fp32: optimizers made from pipe.parameters() would not see its gradient",
-                    fix="let it be trained before compile; it can be frozen, and trained again, afterwards",
+                    fix="keep requires_grad=True until compile; freeze it afterwards",
                 )
         self.masters.follow()
 

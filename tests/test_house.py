@@ -173,6 +173,15 @@ def test_the_architecture_is_short_and_names_files_that_exist():
             assert any((ROOT / start / path).exists() for start in ("", "autopart", "passes")), f"{name}: {path}"
 
 
+def test_what_to_read_first_exists_and_is_short():
+    section = (ROOT / "ARCHITECTURE.md").read_text().split("| to learn | read |")[1].split("\n## ")[0]
+    files: list[Path] = []
+    for name in re.findall(r"`([\w/]+\.py)`", section):  # without a folder: in that of the file before
+        files.append(ROOT / name if "/" in name else files[-1].with_name(name))
+    assert len(files) == len(set(files)) and 34 <= len(files) <= 40
+    assert sum(len(file.read_text().splitlines()) for file in files) <= 7500
+
+
 def test_every_slow_test_is_in_exactly_one_part():
     for file in slow.slow_files():
         assert len(slow.parts_of(file)) == 1, file

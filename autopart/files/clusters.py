@@ -84,7 +84,7 @@ class Host:
 
 
 def this_host() -> Host:
-    """Return the machine this process runs on; 8 GiB if the system does not tell its memory."""
+    """Return the machine this process runs on; 8 GiB if its memory is unknown."""
     try:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):

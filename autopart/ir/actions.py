@@ -87,7 +87,7 @@ def begins_step(kind: str) -> bool:
 def register_action(name: str, kind: ActionKind) -> None:
     """Add a collective to the table: it runs at the end of a step, before losses and failures are exchanged.
 
-    Register it on every rank before a program is made; `runtime.reduce.COLLECTIVES` holds the function that a rank
+    Register it on every rank before a program is made; `runtime.sums.reduce.COLLECTIVES` holds the function that a rank
     runs for it.  Raises ProgramError for a name that is taken or not one upper-case letter, and for other kinds of
     action.
     """

@@ -152,7 +152,7 @@ def verify_step(
             raise pipe.session.world.known(asynchronous)
         found, session = _outcome(pipe, sample), pipe.session
         graph, decision = session.graph, pipe.plan.decision
-        micro_rows, weights = session.last_shares
+        micro_rows, weights = session.road.shares
         shares, autocast = whole_shares(weights), session.captures.autocast
         coupling = coupling_ops(graph, synced=options.sync_batchnorm)
         if any(len(stage.ranks) > 1 and coupling & set(stage.ops) for stage in decision.stages):
@@ -177,8 +177,8 @@ def verify_step(
         else:
             reference, micro_rows, shares = PLAIN, (batch.rows or 1,), None
 
-        assert session.last_executor is not None
-        steady = session.last_executor.rule.steady
+        assert session.road.executor is not None
+        steady = session.road.executor.preparation.rule.steady
 
         def content() -> Verification:
             with autocast.region() if autocast is not None else contextlib.nullcontext():

@@ -32,7 +32,7 @@ class Facts(Part):
 
     def program(self) -> Program:
         """The actions of every rank in one training step."""
-        return self.core.session.program()
+        return self.core.session.standing.program()
 
     def explain(self) -> str:
         """Return the stage table: what runs where, with simulated times and memory; then the captures of this rank."""

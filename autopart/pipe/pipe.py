@@ -24,7 +24,6 @@ from autopart.pipe.state import State
 from autopart.report.page.notebook import plan_fragment
 from autopart.runtime.group.world import World
 from autopart.session.lists import Samples
-from autopart.session.session import Session
 from autopart.state.core import Core
 from autopart.state.misuse_guards import (
     outside_inference_mode,
@@ -104,11 +103,12 @@ class Pipe(OfExtras, ModuleSurface):
         known = 1.0 if scaler is None else scaler.scale
         unscaled = known if scaler is not None or how != "auto" else None
         with core.around_step(session, (*args, *kwargs.values())):
-            loss, overflow = session.loss(
+            end = session.loss(
                 "step", (args, kwargs), core.steps, sharded=sharded, scale=known * factor, unscaled=unscaled,
                 samples=samples,
             )  # fmt: skip
-        core.step_ended(loss)
+        loss, overflow = end.loss, end.not_finite
+        core.count_step()
         core.skipped = core.skipped + 1 if overflow else 0
         if scaler is not None:
             scaler.update(finite=not overflow)
@@ -122,7 +122,7 @@ class Pipe(OfExtras, ModuleSurface):
         """Return the loss of a batch with the model in eval mode, without gradients.  Only the first rank of the first
         stage needs the batch; others may pass None."""
         with outside_inference_mode():
-            return without_backward(self._core.session.loss("loss", (args, kwargs))[0])
+            return without_backward(self._core.session.loss("loss", (args, kwargs)).loss)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the model returns in eval mode for this batch, on every rank, on the CPU.
@@ -219,7 +219,7 @@ class Pipe(OfExtras, ModuleSurface):
         if session is None:
             return
         try:
-            failed = _ended(core, session)  # all ranks raise it, and their weights still come together
+            failed = session.calls.closing()
             if core.superseded:
                 pass  # the newer pipe has the trained values
             elif sync and session.calls.healthy:
@@ -231,8 +231,8 @@ class Pipe(OfExtras, ModuleSurface):
                 raise failed
         finally:
             core.stopped = session.world.stop_requested
-            for part in core.parts.values():
-                part.closed()
+            for each in session.calls.listeners:
+                each.closed()
             session.close()
 
     def __enter__(self) -> Pipe:
@@ -242,20 +242,6 @@ class Pipe(OfExtras, ModuleSurface):
         if error is not None and self._core.running is not None:
             self._core.running.calls.abandon(error)
         self.close(sync=kind is None)
-
-
-def _ended(core: Core, session: Session) -> Exception | None:
-    """End what parts have in the background, and return what failed there.  Raises UsageError where ranks make
-    different calls."""
-    failed: Exception | None = None
-    for part in core.parts.values():
-        try:
-            part.closing(session)
-        except UsageError:
-            raise
-        except Exception as error:
-            failed = failed or error
-    return failed
 
 
 def gathered(world: World, mine: list[Span]) -> Timeline:

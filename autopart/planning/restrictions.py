@@ -137,7 +137,7 @@ def at_known_sizes(task: PlanningTask) -> PlanningTask:
 
 
 def at_one_size(splits: Splits, size: Size) -> Splits:
-    """Return the splits whose largest micro-batches have this size; if there are none, that with the smallest ones."""
+    """Return the splits whose largest micro-batches have this size; else the split with the smallest ones."""
     return tuple(rows for rows in splits if max(rows) == size.rows) or splits[-1:]
 
 

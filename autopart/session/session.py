@@ -1,43 +1,153 @@
-"""One rank of a running pipeline: it takes each batch to its executor, and runs it with the other ranks."""
+"""One rank of a running pipeline: brought up with the other ranks, run, changed and closed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from autopart.batch.batch import Batch
-from autopart.batch.stand_in import with_rows
-from autopart.ir.errors import BatchError, OtherProgramError
-from autopart.runtime.activity import patient
-from autopart.runtime.engine import BatchPlan
+from autopart.capture import CaptureCache
+from autopart.capture.python.guards import tied_names
+from autopart.costs.sources import CostedGraph
+from autopart.ir.cluster import Cluster
+from autopart.ir.explain import summary
+from autopart.ir.graph import Graph
+from autopart.ir.plan import Plan
+from autopart.ir.timeline import Span
+from autopart.options import Options
+from autopart.planning.make import Planned, read_plan
+from autopart.runtime.activity import set_activity, set_rank_label
+from autopart.runtime.group.world import World
+from autopart.runtime.tensors import LocalTensors, Values, broadcast_weights_if_different, without_values
+from autopart.runtime.watch.progress import tell
+from autopart.session.executors.context import RankContext
 from autopart.session.executors.executor import Executor
-from autopart.session.executors.kinds import Kind, largest_part
-from autopart.session.lists import Samples
-from autopart.session.ranks.agreement import FAILURES
-from autopart.session.ranks.call_sync import STEP_FAILED, Given, digest_of
-from autopart.session.session_plan import SessionPlan
-from autopart.session.step.data import (
-    Arguments,
-    as_shard,
-    micro_rows,
-    own_rows,
-    rows_of_shards,
-    shared_stand_in,
-)  # fmt: skip
-from autopart.session.step.parts import ONE, SEVERAL, fitting_cut, warn_of_other_batches
+from autopart.session.executors.step_end import StepEnd
+from autopart.session.lists import Samples, weights_of
+from autopart.session.making import Maker
+from autopart.session.placement import relocate
+from autopart.session.ranks.agreement import FAILURES, together
+from autopart.session.ranks.call_sync import STEP_FAILED, Calls
+from autopart.session.road import CALLS, Road
+from autopart.session.standing import Standing
+from autopart.session.step.data import Arguments, first_batch
 
-_CALLS = {"step": "step", "loss": "eval_loss", "predict": "predict"}
-"""The call of a pipe by the mode in which the model is captured."""
+Preparing = Callable[[], Callable[[RankContext], None]]
+"""Checks what follows a plan, and returns what moves it to where the context of another plan needs it.  Collective."""
 
 
-class Session(SessionPlan):
-    """One rank of a running pipeline; every rank has one, and calls its methods in the same order."""
+class Session:
+    """One rank of a running pipeline; every rank has one, and calls its methods in the same order.
 
-    _batches_compared = False
+    It is ready after `bring_up`.
+
+    captures: captures of the model.  cluster: the machines.  world: the process group.
+    calls: the collective calls of this rank.  batch: the one that was planned for.
+    standing: the plan that runs, and what this rank has for it.  road: of each batch to its executor.
+    tied: first name of each tied tensor, by its other names.
+    spans: gets what this rank does in training steps, if it is a list.
+    costs: by which rank 0 chose its last plan; None on other ranks, and for a plan that was given.
+    """
+
+    standing: Standing
+    batch: Batch
+
+    def __init__(self, captures: CaptureCache, cluster: Cluster, options: Options) -> None:
+        """Join the process group.  Collective.  Raises ClusterError when the processes that run are not those of the
+        cluster."""
+        self.captures = captures
+        self.options = options
+        self.cluster = cluster
+        self.spans: list[Span] | None = None
+        self.tied: Mapping[str, str] = {}
+        self._later_values: Values = without_values
+        local, timeout_s = cluster.levels[0].size, options.timeout
+        self.world = World(cluster.kind, cluster.world, local=local, timeout_s=timeout_s, transport=options.transport)
+        self.calls = Calls(self.world)
+        self.road = Road(self.world, self.calls, captures, options)
+        self._maker = Maker(self.world, captures, cluster, options)
+        self.costs: CostedGraph | None = None
+
+    # -- getting there ---------------------------------------------------------------------------------------------
+
+    def bring_up(self, arguments: Arguments, *, sharded: bool = False) -> None:
+        """Plan on rank 0 for the batch of these arguments, check that every rank holds the same model, and make this
+        rank's stages.  Collective; a request that cannot be met is refused here, on all ranks at once."""
+        try:
+            with self.calls.collective("compiling"):
+                self.calls.enter("compile")()
+                with together(self.world, "reading the model and the plan"):
+                    # Kept: another plan captures the model at other sizes.
+                    self.batch = first_batch(self.road.read(arguments), sharded=sharded)
+                    read_plan(self.options)
+                    self.tied = tied_names(self.captures.trained)
+                    weights = weights_of(self.captures.trained, self.options.weights, self.options.seed)
+                began = time.perf_counter()
+                planned, self.batch = self._maker.plan(self.batch)
+                planning_s = time.perf_counter() - began - self.captures.seconds
+                set_activity("comparing weights")
+                broadcast_weights_if_different(self.world, planned.captured.tensors)
+                device = self.world.device
+                values = without_values if weights is None else partial(weights.values, device=device)
+                context = self._maker.context(planned, values=values)
+                executor = self._maker.executor(planned, context, self.batch)
+                if weights is not None:
+                    self._maker.complete(weights, context)
+                    self._later_values = partial(weights.unsaved, device=device)
+                self._install(planned, context, executor)
+                took = f"captured in {self.captures.seconds:.1f} s, planned in {max(0.0, planning_s):.1f} s"
+                tell(f"{took}: {summary(self.plan.decision)}{_predicted(self.plan)}")
+            self._brought_up()
+        except BaseException:
+            self.close()
+            raise
+        set_activity("between calls")
+
+    def adopt(
+        self, plan: Plan | str | os.PathLike[str], prepare: Preparing, kept: Sequence[tuple[str, torch.Tensor]] = ()
+    ) -> None:
+        """Go on under another plan (rank 0's counts) for the same model, batch and number of ranks.  Collective.
+
+        Parameters, buffers and gradients move to the ranks that need them.  A plan that does not fit is refused on all
+        ranks, and nothing has changed.  prepare: called first; what it returns moves what else follows the plan.  kept:
+        values that the plan begins with (`Batch.kept`)."""
+        with self.call("adopt"):
+            with together(self.world, "comparing the model with its capture"):  # layers may have been frozen since
+                self.road.follow_model(training=True)
+            move = prepare()
+            wanted = replace(self.options, plan=plan)
+            planned, batch = self._maker.plan(replace(self.batch, kept=tuple(kept)), wanted)
+            context = self._maker.context(planned, self.tensors, self._maker.empty)
+            executor = self._maker.executor(planned, context, batch)
+            began, before = time.perf_counter(), self.standing.context
+            with self.calls.running("moving the weights to another plan"):
+                self.tensors.masters.write()
+                before.values.gather()
+                relocate(self.world, before.placement, context.placement, self.tensors, context.tensors)
+                move(context)
+            self.batch = batch
+            self._install(planned, context, executor, time.perf_counter() - began)
+        self._brought_up()
+
+    def _brought_up(self) -> None:
+        for each in self.calls.listeners:
+            each.brought_up(self.plan)
+
+    def _install(self, planned: Planned, context: RankContext, executor: Executor, moving_s: float = 0.0) -> None:
+        context.tensors.settle(self._later_values)
+        self.costs = planned.costs or self.costs
+        self.standing = Standing(planned.plan, planned.captured, context, executor, self._maker.seconds, moving_s)
+        self.road.begin(self.standing, self.batch)
+        context.values.drop_foreign_gradients()
+        stages = planned.plan.decision.stages_of_rank(self.world.rank)
+        set_rank_label(f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}" if stages else "idle")
 
     # -- running ---------------------------------------------------------------------------------------------------
 
@@ -51,155 +161,77 @@ class Session(SessionPlan):
         scale: float = 1.0,
         unscaled: float | None = None,
         samples: Samples | None = None,
-    ) -> tuple[torch.Tensor, str]:
-        """Return the loss of a batch, and the first gradient that is not finite ("" if all are, or are not checked).
+    ) -> StepEnd:
+        """Return how a batch ended: its loss, and the first gradient that is not finite ("" if all are, or are not
+        checked).
 
         In mode "step" gradients are accumulated, unless one is not finite.  step: for random numbers.  sharded: whether
         each replica of the first stage is given its own rows.  scale: of the loss, for its backward.  unscaled: what
         gradients are divided by before they are checked, None to leave them.  samples: names of the rows (`_begun`).
         Collective."""
-        with self.calls.collective(STEP_FAILED if mode == "step" else f"a {_CALLS[mode]} failed"):
-            self.flush()
-            executor, _, plan = self.planned_batch(mode, arguments, step, scale, sharded=sharded, samples=samples)
+        with self.calls.collective(STEP_FAILED if mode == "step" else f"a {CALLS[mode]} failed"):
+            executor, _, plan = self.road.plan(mode, arguments, step, scale, sharded=sharded, samples=samples)
             with self.calls.running(STEP_FAILED):
-                found = executor.loss(plan, self.spans if mode == "step" else None, unscaled=unscaled)
-                self.computed_ns = executor.computed_ns
-                return found
+                end = executor.loss(plan, self.spans if mode == "step" else None, unscaled=unscaled)
+            for each in self.calls.listeners if mode == "step" else ():
+                each.step_ended(end)
+            return end
 
     def predict(self, arguments: Arguments) -> Any:
         """Return what the model returns in eval mode, on every rank, on the CPU.  Collective."""
         with self.calls.collective("a prediction failed"):
-            self.flush()
-            executor, batch, plan = self.planned_batch("predict", arguments)
+            executor, batch, plan = self.road.plan("predict", arguments)
             with self.calls.running("a prediction failed"):
                 return executor.predict(batch, plan)
 
-    # -- the road of a batch, up to its plan (`Executor.plan`) -----------------------------------------------------
+    # -- what it is ------------------------------------------------------------------------------------------------
 
-    def own_batch(
-        self, mode: str, arguments: Arguments, *, sharded: bool, samples: Samples | None = None
-    ) -> tuple[Batch | None, str, Sequence[float] | None, BaseException | None]:
-        """Return this rank's batch of a call, its signature, what it counts of it (None: not yet, or a shard), and what
-        is wrong with it, which all ranks will raise.  Local."""
-        batch: Batch | None = None
+    @property
+    def plan(self) -> Plan:
+        """The plan that runs."""
+        return self.standing.plan
+
+    @property
+    def graph(self) -> Graph:
+        """The captured graph that was planned."""
+        return self.standing.graph
+
+    @property
+    def whole_graph(self) -> Graph:
+        """The graph of the whole model; it begins before `graph` if the plan begins behind frozen layers.  Local."""
+        return self.captures(self.batch.plain, self.graph.size).graph if self.batch.kept else self.graph
+
+    @property
+    def tensors(self) -> LocalTensors:
+        """The tensors that this rank holds."""
+        return self.standing.tensors
+
+    # -- calls ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def call(self, name: str) -> Iterator[Self]:
+        """Run the body once every rank makes this call.  A failure of the body ends the pipe on all ranks.
+
+        Raises UsageError for different calls, and RefusedError when the model has other tensors than the pipeline."""
+        failure: BaseException | None = None
         try:
-            batch = self._read(arguments, mode)
-            self.follow_model(training=mode == "step")
-            if batch is None:  # the counts of others are enough, unless buffers have to be compared here
-                return None, "", None if self.plan.decision.token_slices else (), None
-            if sharded:
-                batch = as_shard(batch, self._captured)
-                batch = self._begun(batch, mode, samples, sharded=True)
-                return batch, repr(batch.signature()), None, None
-            with patient("capturing the model"):
-                batch = self.captures.settled(batch, largest_part(batch, mode, self.plan.decision), mode)
-                batch = self._begun(batch, mode, samples, sharded=False)
-            signature = repr(batch.signature())
-            known = self._kinds.get(self._kind(mode, digest_of(signature), batch.rows))
-            return batch, signature, known.count(batch) if known is not None else None, None
+            if name != "close":
+                self.captures.check_tensors()
+            if name not in ("close", "sync_model", "save_pretrained"):
+                self.tensors.masters.check()
         except FAILURES as error:
-            return batch, "", None, error
+            failure = error
+        with self.calls.collective(name):
+            self.calls.enter(name, failure)()
+            yield self
+        set_activity("between calls")
 
-    def _begun(self, batch: Batch, mode: str, samples: Samples | None, *, sharded: bool) -> Batch:
-        """Return the batch with what the plan begins with, if it begins behind frozen layers: in this rank's rows, read
-        if they are kept under these names of the samples, else computed.  Local."""
-        steps = [step for step in self.batch_steps if step.active] if mode == "step" else []
-        if not steps:
-            return batch
-        rows, first, rank = batch.rows or 0, self.plan.stages[0], self.world.rank
-        own: Sequence[int] = range(rows) if sharded and rank in first.ranks else ()
-        if not sharded and rank in first.ranks:
-            cut = micro_rows(batch, (), self.plan.decision)
-            own = own_rows(cut, first.division, first.ranks.index(rank))
-            if cut != fitting_cut(rows, self.plan.decision, SEVERAL):  # parts of one row may run on another replica
-                own = range(rows)
-        for step in steps:
-            batch = step.extended(batch, samples, own, self.tensors.held)
-        return batch
+    def close(self) -> None:
+        """Leave the process group.  The model keeps the weights that this rank holds."""
+        self.road.close()
+        self.world.close()
 
-    def planned_batch(
-        self,
-        mode: str,
-        arguments: Arguments,
-        step: int = 0,
-        scale: float = 1.0,
-        *,
-        sharded: bool = False,
-        samples: Samples | None = None,
-    ) -> tuple[Executor, Batch, BatchPlan]:
-        """Return the executor of the batch of a call, the batch as this rank has it, and this rank's plan for it.
-        Collective; raises on all ranks what any rank finds wrong.
 
-        A batch of a kind that came before takes one exchange, and another if shards are given.
-        """
-        batch, signature, counts, failure = self.own_batch(mode, arguments, sharded=sharded, samples=samples)
-        version = self.captures.version
-        needed, key = self.needing if mode == "step" else self.needing[:1], (self.options.seed, step)
-        settle = self.calls.enter(
-            _CALLS[mode], failure, needed=needed, signature=signature, version=version,
-            rows=(batch.rows or 0) if batch is not None else 0, scale=scale, sharded=sharded, counts=counts,
-        )  # fmt: skip
-        if batch is not None and counts is not None and failure is None:
-            kind = self._kind(mode, digest_of(signature), batch.rows)
-            executor = self._kinds.get(kind)
-            assert executor is not None  # it counted the batch
-            if executor.begin(batch, counts):
-                agree = partial(self._agree, settle, kind, batch, needed[0])
-                plan = replace(executor.plan(batch, key, scale), agree=agree)
-                self.last_shares, self.last_executor = (plan.rows, executor.shares), executor
-                return executor, batch, plan
-        given = settle()
-        if mode == "step" and not (sharded or self._batches_compared):
-            self._batches_compared = True
-            warn_of_other_batches(self.world, batch, self.needing)
-        shards = given.shards
-        kind = self._kind(mode, given.signature, sum(shards) if sharded else given.rows)
-        known = self._kinds.get(kind)
-        stand_in = known.stand_in if known is not None else None
-        if stand_in is None and (given.missing or sharded):
-            stand_in = shared_stand_in(self.world, batch, needed[0], given.signature)
-        try:
-            if shards:
-                rows_of_shards(shards, self.plan.decision)
-        except BatchError as error:
-            raise self.world.known(error) from None
-        if batch is None or (sharded and self.world.rank not in needed):
-            assert stand_in is not None
-            batch = with_rows(stand_in, sum(shards) if sharded else given.rows)
-        executor = self._agreed(kind, batch, given.counts, shards, stand_in)
-        plan = executor.plan(batch, key, scale, shards)
-        self.last_shares, self.last_executor = (plan.rows, executor.shares), executor
-        return executor, batch, plan
-
-    def _kind(self, mode: str, signature: float, rows: int | None) -> Kind:
-        return self._kinds.kind(mode, digest_of(self.captures.version), signature, rows)
-
-    def _agreed(
-        self, kind: Kind, batch: Batch, counts: Sequence[float], shards: tuple[int, ...], stand_in: Batch | None
-    ) -> Executor:
-        """Return the executor of a batch once it knows its shares.  Collective.
-
-        Where the model runs another program on a single row, there are fewer micro-batches, or each runs on one replica
-        of a stage, so that no part has one."""
-        executor = self._kinds.executor(kind, batch, shards)
-        executor.stand_in = stand_in
-        try:
-            executor.agree(batch, counts, shards)
-        except OtherProgramError:
-            if shards or batch.rows in (None, 1) or executor.fitting is not None:
-                raise
-            executor.fitting = ONE if executor.planned.graph.rows == 1 else SEVERAL
-            kind = self._kinds.kind(*kind[:3], batch.rows)
-            executor = self._kinds.executor(kind, batch)
-            executor.stand_in = stand_in
-            executor.agree(batch, ())
-        return executor
-
-    def _agree(self, settle: Callable[[], Given], kind: Kind, batch: Batch, first: int) -> None:
-        """Wait until every rank makes this step with a batch like this rank's, which has begun with it.  Collective;
-        raises on all ranks what any rank finds wrong."""
-        given = settle()
-        executor = self._kinds.executor(kind, batch)
-        if given.missing and executor.stand_in is None:
-            executor.stand_in = shared_stand_in(self.world, batch, first, given.signature)
-        executor.agree(batch, given.counts)
+def _predicted(plan: Plan) -> str:
+    """Return what a plan says of its step, as the end of a line."""
+    return f"; predicted step {plan.step_ns / 1e6:.1f} ms" if plan.step_ns else ""

@@ -1,4 +1,9 @@
-"""Captured + Plan -> the code of a stage: the nodes of its ops, copied into a graph of their own (`stage_graph`)."""
+"""Captured + Plan -> the code of a stage: the nodes of its ops, copied into a graph of their own (`stage_graph`).
+
+Cuts fall anywhere in the flat graph.  Capture has run it on fake tensors with autograd to find which values carry a
+gradient: where such a value crosses a cut, its gradient goes back to the stage that made it, and is summed there if it
+has several readers.
+"""
 
 from __future__ import annotations
 

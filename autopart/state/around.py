@@ -1,4 +1,4 @@
-"""All of a checkpoint that is not a tensor: what each rank tells of it, and the document that follows."""
+"""All of a checkpoint that is not a tensor: the report of each rank, and the document made of them."""
 
 from __future__ import annotations
 

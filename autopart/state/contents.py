@@ -69,7 +69,7 @@ def contents_of(
 
     placeholder: the parameter of a rank that has none.  Raises CheckpointError for what cannot be saved."""
     sizes = {name: tensor.nbytes for name, tensor in own_state(session).items()}
-    writer = writers(sizes, session.context.placement, updated_buffers(session), session.world.size)
+    writer = writers(sizes, session.standing.context.placement, updated_buffers(session), session.world.size)
     mine = [name for name in sizes if writer[name] == session.world.rank]
     return contents_with(session, mine, optimizers, companions, placeholder)
 

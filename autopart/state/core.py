@@ -22,6 +22,7 @@ from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan
 from autopart.ir.timeline import Timeline
 from autopart.options import Options
+from autopart.session.ranks.listener import Listener
 from autopart.session.session import Session
 from autopart.session.step.data import Arguments
 from autopart.state.companions import Companion
@@ -43,25 +44,21 @@ class Part:
     def __init__(self, core: Core) -> None:
         self.core = core
 
-    def brought_up(self, session: Session) -> None:
-        """Follow the first plan, which runs now."""
-
-    def adopted(self, call: str) -> None:
-        """Follow another plan, which runs now.  call: "adopt" or "replan"."""
+    @property
+    def listeners(self) -> Sequence[Listener]:
+        """What hears of the session from its first call on."""
+        return ()
 
     def now(self, cluster: Cluster) -> Cluster:
         """Return the cluster with its devices as they are found to be now.  Called before another plan is made."""
         return cluster
 
-    def step_begins(self) -> None:
-        """Look at the state before a training step."""
+    def replanned(self) -> None:
+        """Follow a plan for the cluster as `now` found it, which runs now."""
 
     def around_step(self, session: Session, batch: Sequence[Any]) -> AbstractContextManager[None]:
         """Return a context in which a training step runs.  batch: its arguments."""
         return nullcontext()
-
-    def step_ended(self, loss: torch.Tensor) -> None:
-        """Follow a training step that was run, and counted.  loss: of its batch."""
 
     def batch_taken(self) -> None:
         """Note that a batch was taken from the user's iterable, before it is given to the pipeline."""
@@ -71,13 +68,6 @@ class Part:
 
     def batches_dropped(self) -> None:
         """Note that batches which were taken and not given will come again."""
-
-    def closing(self, session: Session) -> None:
-        """End what goes on in the background, while the ranks are still connected.  Collective if the calls of the
-        session are healthy; an error is raised once the weights have come together."""
-
-    def closed(self) -> None:
-        """Let go of what is held.  Local."""
 
 
 class Core:
@@ -175,20 +165,20 @@ class Core:
     def bring_up(self, arguments: Arguments, *, sharded: bool = False) -> Session:
         """Make the session, with a plan for the batch of these arguments.  Collective."""
         session = Session(self.captures, self.cluster, self.options)
+        for part in self.parts.values():
+            session.calls.listeners += part.listeners
         session.bring_up(arguments, sharded=sharded)
         self.running = session
-        for part in self.parts.values():
-            part.brought_up(session)
         take_masters(session, self.restored)
         self.unwatch = watch_optimizers(
             session.world.size, lambda: session.tensors, lambda: {id(p) for _, p in self.named_parameters()}
         )
         return session
 
-    def adopted(self, call: str) -> None:
-        """Let all parts follow another plan, which runs now."""
+    def replanned(self) -> None:
+        """Let all parts follow a plan for the cluster as it was found to be."""
         for part in self.parts.values():
-            part.adopted(call)
+            part.replanned()
 
     def now(self) -> Cluster:
         """Return the cluster with its devices as they are found to be now."""
@@ -215,18 +205,10 @@ class Core:
     @contextmanager
     def around_step(self, session: Session, batch: Sequence[Any]) -> Iterator[None]:
         """Let all parts look at a training step while it runs."""
-        for part in self.parts.values():
-            part.step_begins()
         with ExitStack() as around:
             for part in self.parts.values():
                 around.enter_context(part.around_step(session, batch))
             yield
-
-    def step_ended(self, loss: torch.Tensor) -> None:
-        """Count a training step that was run, and let all parts follow it."""
-        self.count_step()
-        for part in self.parts.values():
-            part.step_ended(loss)
 
     def count_step(self) -> None:
         """Count a training step that was run."""
@@ -239,7 +221,7 @@ class Core:
         if self.running is None:
             yield from self.captures.trained.named_parameters()
             return
-        driven, keeps = self.running.tensors.driven, self.running.keeps
+        driven, keeps = self.running.tensors.driven, self.running.standing.keeps
         held = [(name, t) for name, t in driven.items() if isinstance(t, nn.Parameter) and keeps(name)]
         yield from held
         if not any(parameter.requires_grad for _, parameter in held):

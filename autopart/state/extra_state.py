@@ -33,7 +33,7 @@ def key_of(name: str) -> str:
 
 def counting_here(session: Session) -> dict[str, nn.Module]:
     """Return the modules whose extra state counts on this rank.  Local."""
-    trained, tied, owners = session.captures.trained, session.tied, session.context.placement.owners
+    trained, tied, owners = session.captures.trained, session.tied, session.standing.context.placement.owners
     homes = {name: owners[first] for name in trained.tensors() if (first := tied.get(name, name)) in owners}
     return {
         path: module
@@ -116,7 +116,7 @@ def saved_extra_state(modules: Mapping[str, nn.Module]) -> tuple[dict[str, Any],
 
 
 def warn_of_unsaved(trained: Trained) -> None:
-    """Warn of entries that hooks add to the model's own state beside its tensors: checkpoints do not keep them."""
+    """Warn of entries besides tensors that hooks add to the model's own state: checkpoints do not keep them."""
     added: list[str] = []
     with suppress(Exception):  # of the model's own code, which a checkpoint does not need
         state, own = trained.state_dict().keys(), trained.tensors().keys()

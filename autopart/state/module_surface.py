@@ -62,7 +62,7 @@ class ModuleSurface:
         """Yield `named_parameters` without the names.  Clip with `pipe.clip_grad_norm_`: torch's function would use the
         norm of this rank's gradients alone, and is refused."""
         running = self._core.running
-        if running is not None and running.divides_parameters:
+        if running is not None and running.standing.divides_parameters:
             refuse_clipping(sys._getframe(1))
         for _, parameter in self.named_parameters():
             yield parameter

@@ -59,7 +59,7 @@ class OptimizerPart:
     values: dict[tuple[str, str], Any] = field(default_factory=dict)
 
     def without_tensors(self) -> OptimizerPart:
-        """Return the same with None in place of each tensor, to tell other ranks."""
+        """Return a description for other ranks, with None in place of each tensor."""
         return replace(self, tensors=dict.fromkeys(self.tensors))  # type: ignore[arg-type]
 
 

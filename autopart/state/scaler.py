@@ -45,7 +45,7 @@ def not_finite(overflow: str, scale: float) -> NonFiniteError:
 
 
 def refuse_ambiguous(name: str, value: object, model: nn.Module, *, by_keywords: bool) -> None:
-    """Raise UsageError for an argument of `step` that is given beside a batch of keywords, if the model has one of this
+    """Raise UsageError for an argument of `step` that comes with a batch of keywords, if the model has one of this
     name too."""
     if value is not None and by_keywords and name in inspect.signature(model.forward).parameters:
         raise UsageError(

@@ -33,7 +33,7 @@ def gather_state(session: Session) -> dict[str, torch.Tensor]:
     first = {tied.get(name, name): name for name in reversed(whole)}
     gathered = gather_tensors(
         session.world,
-        {name: session.context.placement.owners.get(name, 0) for name in first},
+        {name: session.standing.context.placement.owners.get(name, 0) for name in first},
         {name: whole[original] for name, original in first.items()},
         lambda name: held.get(name, whole[first[name]]),
     )
@@ -53,9 +53,9 @@ def local_state(session: Session, steps: int) -> dict[str, Any]:
     kept: OrderedDict[str, Any] = OrderedDict()
     for name, own in captures.trained.tensors().items():
         first = tied.get(name, name)
-        if first in held and session.keeps(first):
+        if first in held and session.standing.keeps(first):
             kept[name] = held[first].detach().cpu().clone()
-        elif first not in session.context.placement.owners and captures.is_own(name, own):
+        elif first not in session.standing.context.placement.owners and captures.is_own(name, own):
             kept[name] = own.detach().cpu().clone()
     kept.update((key_of(name), module.get_extra_state()) for name, module in counting_here(session).items())
     kept._metadata = {_REMEMBERED: {"steps": steps}}  # type: ignore[attr-defined]
@@ -69,7 +69,7 @@ def gather_masters(session: Session) -> dict[str, torch.Tensor]:
         for name, tensor in session.captures.trained.named_parameters()
         if session.options.master_weights and tensor.dtype in HALF
     }
-    owners = {name: session.context.placement.owners.get(name, 0) for name in wanted}
+    owners = {name: session.standing.context.placement.owners.get(name, 0) for name in wanted}
     found = gather_tensors(session.world, owners, wanted, session.tensors.masters.by_name.get)
     return {name: master for name, master in found.items() if master is not None}
 
@@ -120,9 +120,9 @@ def empty_foreign(session: Session) -> None:
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             first = tied.get(name, name)
-            if tensor.is_meta or first not in trained or (held.get(first) is tensor and session.keeps(first)):
+            if tensor.is_meta or first not in trained or (held.get(first) is tensor and session.standing.keeps(first)):
                 continue
-            if first in held and session.keeps(first):
+            if first in held and session.standing.keeps(first):
                 tensor.copy_(held[first])  # trained here, on another device
             else:
                 tensor.data = tensor.data.new_empty(0)
@@ -229,7 +229,7 @@ def gather_gradients(session: Session) -> dict[str, torch.Tensor | None]:
     like = trainable | {name: torch.empty_like(trainable[name], dtype=torch.float32, device="meta") for name in wide}
     return gather_tensors(
         session.world,
-        {name: session.context.placement.owners.get(name, 0) for name in trainable},
+        {name: session.standing.context.placement.owners.get(name, 0) for name in trainable},
         like,
         lambda name: driven.get(name, trainable[name]).grad,
     )
@@ -237,7 +237,7 @@ def gather_gradients(session: Session) -> dict[str, torch.Tensor | None]:
 
 def gradient_norm(session: Session, norm_type: float) -> float | None:
     """Return the norm of all gradients over all stages, None if no rank has one.  Collective."""
-    world, owners = session.world, session.context.placement.owners
+    world, owners = session.world, session.standing.context.placement.owners
     norms = [
         float(torch.linalg.vector_norm(_wide(_elements(gradient)), norm_type))
         for name, gradient in _gradients_here(session).items()

@@ -146,7 +146,7 @@ def _block_of_op(blocks: Graph, captured: Graph) -> Ints:
 
 def _in_tail(captured: Graph, block_of_op: Sequence[int]) -> Ints:
     """1 for each captured op that is not run again when its block is the last one of a recomputed group
-    (`stage_costs`), 0 for the others."""
+    (`charges`), 0 for the others."""
     found = np.zeros(len(block_of_op), dtype=np.int64)
     over: set[int] = set()
     for place in reversed(range(len(block_of_op))):

@@ -1,4 +1,4 @@
-"""Rules of the loss analysis for ops of which letters do not tell enough: what moves, joins, indexes or creates."""
+"""Rules of the loss analysis for ops that letters do not describe enough: what moves, joins, indexes or creates."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def broadcast_tensors(context: OpContext) -> list[RowPlacement]:
     found = placements
     if rows.tag == SHARD:
         found = [p.along(rows.axis) if p.has_rows else spread(context, p, rows.axis) for p in placements]
-    if len(found) != len(context.op.writes):  # some result is not used: which one, the shapes do not tell
+    if len(found) != len(context.op.writes):  # some result is not used: shapes do not show which one
         if len({(p.tag, p.factor, p.stride_factor) for p in found}) > 1:
             raise unproven("it cannot be told which of its results are used")
         found = found[: len(context.op.writes)]

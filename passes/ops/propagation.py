@@ -132,7 +132,7 @@ def any_function(context: OpContext) -> list[RowPlacement]:
 
 
 def _of_result(axis: int | None, every: list[RowPlacement]) -> RowPlacement:
-    """The placement of a result, told from its axis of rows."""
+    """The placement of a result, by its axis of rows."""
     if axis is None:  # such as the mean and variance of batch norm in training
         return RowPlacement(COUPLED, why="it uses statistics of the batch")
     return next((placement for placement in every if placement.axis == axis), every[0])

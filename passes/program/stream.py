@@ -1,4 +1,9 @@
-"""Lowering of asynchronous training: one program for any number of batches between two flushes."""
+"""Lowering of asynchronous training: one program for any number of batches between two flushes.
+
+Micro-batches are counted over all batches.  In tick i a stage runs the forward of micro-batch i and the backward of
+micro-batch i - lag, and updates its weights behind the last backward of a batch.  Warm-up and drain are the same ticks
+without what has not begun or has ended, so a few turns of the ring prove any number of batches.
+"""
 
 from __future__ import annotations
 

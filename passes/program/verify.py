@@ -194,7 +194,7 @@ class _Walk:
 
     @property
     def half_done(self) -> Action | None:
-        """The first compute of the rest of a slot that is missing, None if there is none."""
+        """The first missing part of a split backward, None if there is none."""
         key = next(iter(self._halves), None)
         return None if key is None else Action(key[0], Slot(*key[1:4]))
 

@@ -33,7 +33,7 @@ from autopart.ir.size import Size
 from autopart.passes.graph.cuts import Ints
 from autopart.passes.search.partition import INFEASIBLE
 from autopart.passes.search.space import SearchSpace, fastest_times, gradient_edges, is_chain
-from autopart.passes.simulation.stage_costs import optimizer_ns
+from autopart.passes.simulation.charges import optimizer_ns
 
 MOST_WORK = 10_000_000
 """Cells of the chain's bound (devices squared times blocks squared, halved); larger problems get that of the work."""

@@ -58,7 +58,7 @@ def alternatives(best: Evaluation, seen: Sequence[Evaluation], fastest: Evaluati
 
 
 def _other_schedules(best: Evaluation, seen: Sequence[Evaluation]) -> list[tuple[str, Evaluation | None]]:
-    """Return the fastest of each schedule beside 1F1B's family that was tried, and of that family where it was left."""
+    """Return the fastest of each tried schedule outside 1F1B's family, and of that family where it was left."""
     chosen = best.candidate.other_order
     names = dict.fromkeys(e.candidate.other_order for e in seen)
     if not chosen and not any(names):

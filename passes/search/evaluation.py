@@ -164,7 +164,7 @@ class Search:
     coarse: a chain of few blocks, for pipelines of at most `layout.SMALL` positions.  fine: one of more blocks, for
     deeper pipelines and for refinement; it can be cut wherever coarse can, and small models have one for both.  watch:
     called on progress.  fitting: evaluations that fit, by plan.  nearest: of the others the one that lacks least.
-    other_orders: whether plans beside 1F1B's family were tried.
+    other_orders: whether plans outside 1F1B's family were tried.
     """
 
     def __init__(self, coarse: SearchSpace, fine: SearchSpace, watch: Watch | None = None) -> None:
@@ -218,7 +218,7 @@ class Search:
     @property
     def seen(self) -> list[Evaluation]:
         """The fastest that fits of every (number of stages, of those a rank, replicas of the first stage, schedule
-        beside 1F1B's family), fastest first."""
+        outside 1F1B's family), fastest first."""
         return _first_of_each(
             self.ranked, lambda e: (e.stages, e.candidate.per_rank, len(e.candidate.ranks[0]), e.candidate.other_order)
         )

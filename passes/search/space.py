@@ -29,7 +29,8 @@ from autopart.passes.ops.cost_model import FIELDS
 from autopart.passes.program.named import FAMILY, SEARCHED, STASHED
 from autopart.passes.program.orders import ONE
 from autopart.passes.program.schedules import find
-from autopart.passes.simulation.stage_costs import Estimator, summed_bytes
+from autopart.passes.simulation.charges import summed_bytes
+from autopart.passes.simulation.stage_costs import Estimator
 from autopart.passes.tokens.recipe import TokenAxis
 
 Bools = npt.NDArray[np.bool_]
@@ -112,7 +113,7 @@ class PlanRequest:
 
     @property
     def is_free(self) -> bool:
-        """Whether plans of 1F1B's family are allowed beside other orders."""
+        """Whether plans of 1F1B's family are allowed together with other orders."""
         return self.schedule == "auto" and self.stages_per_rank in ("auto", 1)
 
     @property

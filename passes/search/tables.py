@@ -34,7 +34,7 @@ from autopart.passes.program.schedules import find, in_flight, streams
 from autopart.passes.search.layout import Layout, by_speed
 from autopart.passes.search.partition import INFEASIBLE, Table, by_length, ends_of
 from autopart.passes.search.space import Bools, SearchSpace
-from autopart.passes.simulation.stage_costs import copying_ns, optimizer_ns, summing_ns
+from autopart.passes.simulation.charges import copying_ns, optimizer_ns, summing_ns
 
 GROUPS = (2, 4, 8)
 """Numbers of groups into which a range may be recomputed, besides one."""
@@ -198,7 +198,7 @@ class StageCostTables:
         return whole
 
     def _older_versions(self, live: int) -> int:
-        """Return how many versions of its weights, beside the newest, an asynchronous stage holds."""
+        """Return how many versions of its weights, older than the newest, an asynchronous stage holds."""
         if self.schedule == DELAYED:
             return 1
         return -(-(live - 1) // len(self.micro_rows)) if streams(find(self.schedule)) else live - 1

@@ -14,17 +14,11 @@ from autopart.passes.program.orders import Shape
 from autopart.passes.program.routing import Tied
 from autopart.passes.program.schedules import find, pattern, streams
 from autopart.passes.program.stream import streaming_of
+from autopart.passes.simulation.charges import summing_ns
 from autopart.passes.simulation.rank_memory import rank_peaks, stages_together
 from autopart.passes.simulation.simulate import Message, SliceWork, Work, ordered_ns, simulate, step_ns
 from autopart.passes.simulation.slices import contexts_of, share_of
-from autopart.passes.simulation.stage_costs import (
-    Estimator,
-    counts_for,
-    excess_bytes,
-    message_bytes,
-    stage_contexts,
-    summing_ns,
-)
+from autopart.passes.simulation.stage_costs import Estimator, counts_for, excess_bytes, message_bytes, stage_contexts
 
 Estimates = tuple[Estimate, ...]
 """The estimate of each stage, in order."""

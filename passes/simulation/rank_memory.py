@@ -4,7 +4,7 @@
     + the most that they hold together for their backwards, at any time of the rank's order (`held`)
     + the largest workspace of one of them
 
-With one stage a rank this is the memory of the stage (`stage_costs`).
+With one stage a rank this is the memory of the stage (`charges`).
 
 Assumed, and wrong where: a parameter that two stages of a rank share counts for both; the room that activations leave
 for half-precision gradients at the end of a step is found for each stage alone, so that less of it is used.
@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from autopart.ir.plan import Decision, Estimate
+from autopart.passes.simulation.charges import StageContext
 from autopart.passes.simulation.held import Counts, most_bytes
-from autopart.passes.simulation.stage_costs import StageContext
 
 
 def stages_together(decision: Decision) -> list[tuple[int, ...]]:

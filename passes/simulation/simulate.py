@@ -62,7 +62,7 @@ class Work:
     fwd_ns, bwd_ns: of F and B.  held_bytes: activations per micro-batch in flight.  messages: bytes of each message,
     and its loads, by micro-batch until they repeat; one that is missing takes no time.  tied: for each tied parameter
     in order, the stages that share it, its bytes and the load of its sum.  reduce: bytes and load of the sum of
-    gradients over replicas.  optimizer_ns: the optimizer step.  overlap: whether sums over replicas run beside the last
+    gradients over replicas.  optimizer_ns: the optimizer step.  overlap: whether sums over replicas run during the last
     backward, bucket by bucket (`ir.program`), instead of after it.  gather: with ZeRO-1, bytes and load of new values
     of parameters, behind the optimizer step.  bucket_bytes: summed at once (`Decision`).  summing_ns: what sums take
     from the cores that compute, on CPUs; empty: nothing.  slices: of each slice in order, with slices of tokens; times

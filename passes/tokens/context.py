@@ -16,7 +16,7 @@ from autopart.passes.tokens.recipe import WHOLE, Form, OpRecipe, TokenLayout
 
 
 class Numbers(Protocol):
-    """What only running ops can tell."""
+    """What only running ops can show."""
 
     def of(self, value: str) -> np.ndarray | None:
         """The numbers of a value that depends on constants alone; None where they cannot be known."""

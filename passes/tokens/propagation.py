@@ -1,4 +1,4 @@
-"""The general rule: what the letters of an op tell about the tokens of its results and operands.
+"""The general rule: what the letters of an op say about the tokens of its results and operands.
 
 Two operands whose tokens lie along different letters make every pair of two tokens: the first holds the queries, and
 the other one is needed with the tokens before the slice too.  Along a letter that is summed over, own tokens of a slice

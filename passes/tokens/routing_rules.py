@@ -27,7 +27,7 @@ def sort(op: TokenOp) -> OpRecipe | None:
 
 
 def routed(op: TokenOp) -> OpRecipe | None:
-    """The rule for an op with an operand that is sorted, or describes how others are; None where letters tell."""
+    """The rule for an op with an operand that is sorted, or describes how others are; None where letters suffice."""
     orders = {form.order for form in op.forms if form.order is not None}
     kinds = {kind for _, kind, _ in orders}
     if kinds == {SORTED} and op.name not in ("index", "index_put", "_grouped_mm", "grouped_mm_fallback"):

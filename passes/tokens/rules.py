@@ -1,4 +1,4 @@
-"""Rules for ops of which letters do not tell enough: what moves tokens, attention, and what is made from nothing.
+"""Rules for ops that letters do not describe enough: what moves tokens, attention, and what is made from nothing.
 
 A rule returns the recipe of an op, or raises Refused.  It may rely on: no operand is refused or `partial`, at least one
 holds tokens, and none has a halo unless the op is one of `HALO`.

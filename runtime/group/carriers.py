@@ -41,7 +41,7 @@ class NcclCarrier:
     def open_pair(self, low: int, high: int) -> None:
         """Make the communicator of a pair, and send a byte in both directions.
 
-        Collective over all ranks, with nothing else on its way; the two return when both can send."""
+        Collective over all ranks, while no other message is in flight; the two return when both can send."""
         group = self._pair_group(low, high)
         if self._rank not in (low, high):
             return
@@ -54,7 +54,7 @@ class NcclCarrier:
             torch.cuda.synchronize(self._device)
 
     def open_group(self, group: dist.ProcessGroup) -> None:
-        """Make the communicator by a sum.  Collective over the group, with nothing else on its way."""
+        """Make the communicator by a sum.  Collective over the group, while no other message is in flight."""
         ranks = dist.get_process_group_ranks(group)
         with _deadline(f"opening the group of ranks {', '.join(map(str, ranks))}"), waiting():
             dist.all_reduce(torch.zeros(1, device=self._device), group=group)

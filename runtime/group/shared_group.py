@@ -1,7 +1,7 @@
 """The process group that all worlds of this process share, and the watch over its ranks.
 
 The last world that leaves destroys the group, as does the first one that comes after it was broken.  A group that
-other code opened is never broken nor destroyed: worlds then use one of their own beside it.
+other code opened is never broken nor destroyed: worlds then use another one of their own.
 """
 
 from __future__ import annotations

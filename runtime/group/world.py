@@ -167,7 +167,7 @@ class World:
 
     def open_pair(self, low: int, high: int) -> None:
         """Prepare messages between two ranks over a carrier, once.  Collective over all ranks, in one order of all
-        pairs and groups, with nothing else on its way."""
+        pairs and groups, while no other message is in flight."""
         if self.carrier is not None and ("messages", (low, high)) not in self._opened:
             self._opened.add(("messages", (low, high)))
             self.carrier.open_pair(low, high)
@@ -186,7 +186,7 @@ class World:
 
     @property
     def overlaps(self) -> bool:
-        """Whether collectives may run in the background beside messages."""
+        """Whether collectives may run in the background while messages are in flight."""
         return self.carrier is None and not self.staged
 
     def all_reduce(

@@ -17,7 +17,7 @@ from autopart.ir.shares import RowLayout, common_period, passages
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RowPart:
     """The part of a message that passes between this rank and one other: `count` of this rank's `own` rows, from
     `first` on.  piece: the slice of tokens."""
 
@@ -41,10 +41,10 @@ class RowRoutes:
         self._program = program
         self._edges = {(edge.src, edge.dst): edge for edge in program.edges}
         self._layouts = layouts
-        self._known: dict[tuple[int, int, str, int, int, int], tuple[Part, ...]] = {}
-        self._of_action: dict[tuple[Action, int], tuple[Part, ...]] = {}
+        self._known: dict[tuple[int, int, str, int, int, int], tuple[RowPart, ...]] = {}
+        self._of_action: dict[tuple[Action, int], tuple[RowPart, ...]] = {}
 
-    def parts(self, action: Action, rows: int) -> tuple[Part, ...]:
+    def parts(self, action: Action, rows: int) -> tuple[RowPart, ...]:
         """Return the parts of a message that this rank sends or receives, for a micro-batch of `rows` rows; nothing if
         this rank has no rows."""
         known = self._of_action.get((action, rows))
@@ -57,7 +57,7 @@ class RowRoutes:
             self._known[key] = tuple(self._parts(*key))
         return self._of_action.setdefault((action, rows), self._known[key])
 
-    def _parts(self, stage: int, peer: int, way: str, micro: int, rows: int, piece: int) -> Iterable[Part]:
+    def _parts(self, stage: int, peer: int, way: str, micro: int, rows: int, piece: int) -> Iterable[RowPart]:
         program = self._program
         src, dst = min(stage, peer), max(stage, peer)
         windows = {each: program.division(each).windows(micro, rows) for each in (src, dst)}
@@ -70,16 +70,16 @@ class RowRoutes:
             if not passage.all_rows and not passage.carries_whole:
                 names = tuple(name for name in names if name in self._layouts)
             if names:
-                yield Part(other, names, passage.first - mine.first, passage.end - passage.first, mine.own, piece)
+                yield RowPart(other, names, passage.first - mine.first, passage.end - passage.first, mine.own, piece)
 
-    def _layout(self, name: str, part: Part) -> RowLayout | None:
+    def _layout(self, name: str, part: RowPart) -> RowLayout | None:
         return self._layouts.get((name, part.piece), self._layouts.get(name))
 
-    def specs(self, part: Part, own: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def specs(self, part: RowPart, own: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Return shapes and dtypes of a part.  own: those of this rank's rows."""
         return tuple(self._spec(name, part, own[name]) for name in part.names)
 
-    def _spec(self, name: str, part: Part, spec: torch.Tensor) -> torch.Tensor:
+    def _spec(self, name: str, part: RowPart, spec: torch.Tensor) -> torch.Tensor:
         layout = self._layout(name, part)
         if layout is None or part.count == part.own:
             return spec
@@ -87,18 +87,22 @@ class RowRoutes:
         shape[layout.axis] = shape[layout.axis] // part.own * part.count
         return spec.new_empty(shape)
 
-    def cut(self, part: Part, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    def cut(self, part: RowPart, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """Return the tensors to send, as views of this rank's tensors."""
         return [self._rows(name, part, tensors[name]) for name in part.names]
 
-    def _rows(self, name: str, part: Part, tensor: torch.Tensor) -> torch.Tensor:
+    def _rows(self, name: str, part: RowPart, tensor: torch.Tensor) -> torch.Tensor:
         layout = self._layout(name, part)
         if layout is None or part.count == part.own:
             return tensor
         return rows_of(tensor, layout, part.own, part.first, part.count)
 
     def joined(
-        self, way: str, parts: Sequence[Part], found: Sequence[Sequence[torch.Tensor]], own: Mapping[str, torch.Tensor]
+        self,
+        way: str,
+        parts: Sequence[RowPart],
+        found: Sequence[Sequence[torch.Tensor]],
+        own: Mapping[str, torch.Tensor],
     ) -> dict[str, torch.Tensor]:
         """Join the parts of a message.  own: shapes and dtypes of this rank's rows."""
         if len(parts) == 1 and parts[0].count == parts[0].own:

@@ -3,7 +3,7 @@
 In the forward the replicas sum counts, means and squared deviations of each channel; in the backward they sum what
 reaches the statistics, as torch.nn.SyncBatchNorm does.  These sums stand inside a compute.  All replicas run the
 computes of a stage in the same order, and autograd runs backwards in the reverse order of the forwards, so all make the
-same sums in the same order, in a group of their own beside the sums of gradients.
+same sums in the same order, in a group of their own, apart from the sums of gradients.
 
 Chan, Golub, LeVeque, "Algorithms for Computing the Sample Variance" (1983), for merging means and deviations.
 """

@@ -1,4 +1,4 @@
-"""The code of one stage at one number of rows, or of one slice of it, and what this code calls beside captured ops."""
+"""The code of one stage at one number of rows, or of one slice of it, and what this code calls besides captured ops."""
 
 from __future__ import annotations
 

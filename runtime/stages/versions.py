@@ -1,4 +1,8 @@
-"""Versions of a stage's weights: each batch in flight keeps the weights of its forward for its backward."""
+"""Versions of a stage's weights: each batch in flight keeps the weights of its forward for its backward.
+
+A version is a set of leaves.  The newest shares the memory of the parameters, which move to new memory before an update
+if an older batch still needs the old values.
+"""
 
 from __future__ import annotations
 

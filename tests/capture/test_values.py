@@ -107,7 +107,7 @@ def test_a_value_that_is_not_read_or_only_scales_is_captured_for_once(use: str) 
         assert made[2:] == made[2:3] * 3
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_batches_with_changing_values_match_torch(seed: int) -> None:
     draw = random.Random(seed)
     count = draw.randint(1, 3)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopart.costs.optimizer_state import state_factor
 from autopart.ir.cluster import Device
-from autopart.passes.simulation.stage_costs import optimizer_ns
+from autopart.passes.simulation.charges import optimizer_ns
 
 ELEMENTS = 1 << 16
 Make = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]

@@ -120,7 +120,7 @@ def test_other_calls_flush_and_other_batches_follow_a_flush(pair: Workers) -> No
         model.load_state_dict(rank["state"])
         assert rank["evaluated"] == pytest.approx(torch.nn.functional.mse_loss(model(x), y).item(), abs=1e-12)
         torch.testing.assert_close(rank["predicted"], model(x), rtol=0, atol=1e-12)
-        assert rank["after"][0] == "UsageError" and "ended by adopt" in rank["after"][1]
+        assert rank["after"][0] == "UsageError" and "ended by another plan" in rank["after"][1]
         for name, tensor in first["end"].items():
             torch.testing.assert_close(rank["end"][name], tensor, rtol=0, atol=0)
     model.load_state_dict(first["end"])

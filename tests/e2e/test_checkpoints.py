@@ -12,8 +12,9 @@ TWO_STAGES = {"stages": 2, "micro_batches": 2}
 REPLICAS = {"stages": 1, "replicas": 2, "micro_batches": 2, "zero": 1, "sync_batchnorm": True}
 
 
-@pytest.mark.parametrize("wait", [True, False])
-@pytest.mark.parametrize("options", [TWO_STAGES, REPLICAS, {**TWO_STAGES, "precision": "fp16"}], ids=str)
+@pytest.mark.parametrize(
+    ("options", "wait"), [(TWO_STAGES, True), (REPLICAS, False), ({**TWO_STAGES, "precision": "fp16"}, False)], ids=str
+)
 def test_a_resumed_run_equals_one_without_interruption_bit_by_bit(pair, tmp_path, options, wait):
     results = pair.run(partial(jobs.saved_and_resumed, wait=wait), str(tmp_path), "adamw", dict(options), dict(options))
     for losses, again, state, resumed, extra in results:
@@ -23,7 +24,7 @@ def test_a_resumed_run_equals_one_without_interruption_bit_by_bit(pair, tmp_path
         assert extra == {"note": "third", "best": float("inf")}
 
 
-MARKS = {"adam": [pytest.mark.slow], "rmsprop": [pytest.mark.slow]}
+MARKS = {kind: [pytest.mark.slow] for kind in ("sgd", "adam", "rmsprop")}
 OTHERS = [
     {"stages": 1, "replicas": 2, "micro_batches": 2, "zero": 0, "sync_batchnorm": True},
     REPLICAS,

@@ -12,8 +12,7 @@ from support.workers import Workers
 import autopart
 
 
-@pytest.mark.parametrize("wait", [True, False])
-@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.parametrize(("bad", "wait"), [(0, True), (1, False)])
 def test_a_full_disk_on_one_rank_is_raised_on_all_and_training_goes_on(
     pair: Workers, tmp_path: Path, bad: int, wait: bool
 ) -> None:

@@ -20,8 +20,8 @@ STAGES, MICROS = (1, 2, 4), (1, 3, 4)
 GRID = with_rotated((CASES, STAGES, SCHEDULES), MICROS)
 _SPREAD = list(itertools.product(SCHEDULES, (3, 4)))
 SUBSET = [(name, *_SPREAD[i % len(_SPREAD)]) for i, name in enumerate(CASES)]
-TWO = ("vit", "resnet")
-"""Default models, on the pool of two processes alone: importing transformers takes each process seconds."""
+TWO = ("resnet",)
+"""Default models, on the pool of two processes alone; the next test has a vision transformer."""
 RECOMPUTED = ("mixtral",)
 """Default models that recompute all activations."""
 DOUBLE = [name for name, case in CASES.items() if case.double]

@@ -68,13 +68,12 @@ def check(tmp_path: Path, seed: int) -> None:
         assert mine["batches"] == expected["batches"][-len(mine["batches"]) :] if mine["batches"] else True
 
 
-@pytest.mark.parametrize("seed", [2, 10])
-def test_a_run_that_was_ended_goes_on_with_the_batches_of_a_plain_one(tmp_path, seed):
-    check(tmp_path, seed)
+def test_a_run_that_was_ended_goes_on_with_the_batches_of_a_plain_one(tmp_path):
+    check(tmp_path, 10)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [14, *range(20, 80)])
+@pytest.mark.parametrize("seed", [2, 14, *range(20, 80)])
 def test_many_runs_that_were_ended_go_on_with_the_batches_of_plain_ones(tmp_path, seed):
     check(tmp_path, seed)
 

@@ -33,7 +33,14 @@ TESTS = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[Workers]:
-    """Two processes that live across tests; each failure that ends them starts new ones."""
+    """Two processes that live across tests; each failure that ends them forks new ones."""
+    with Workers(2, timeout=100) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def new(workers: Workers) -> Iterator[Workers]:
+    """Two processes that are started as `launch` starts them."""
     with Workers(2, timeout=100, new=True) as pool:
         yield pool
 
@@ -122,8 +129,8 @@ def fail(workers: Workers, tmp_path: Path, kind: str, wait: str) -> AutopartErro
         pytest.param("sys.exit", "event", "rank 1 (stage 1) raised SystemExit: 3", marks=pytest.mark.slow),
     ],
 )
-def test_a_worker_that_ends_ends_all(workers: Workers, tmp_path: Path, kind: str, wait: str, says: str) -> None:
-    error = fail(workers, tmp_path, kind, wait)
+def test_a_worker_that_ends_ends_all(new: Workers, tmp_path: Path, kind: str, wait: str, says: str) -> None:
+    error = fail(new, tmp_path, kind, wait)
     assert type(error) is WorkerError
     assert error.what.startswith(says)
 
@@ -169,8 +176,8 @@ def test_the_first_cause() -> None:
     assert not is_explained([told, effect]) and is_explained([told, replace(effect, rank=3)])
 
 
-def test_ctrl_c_is_left_to_the_parent(workers: Workers) -> None:
-    assert workers.run(jobs.interrupt_self) == [0, 1]
+def test_ctrl_c_is_left_to_the_parent(new: Workers) -> None:
+    assert new.run(jobs.interrupt_self) == [0, 1]
 
 
 def test_the_same_error_everywhere_leaves_workers_alive(workers: Workers) -> None:
@@ -187,23 +194,23 @@ def test_different_errors_start_new_workers(workers: Workers) -> None:
     assert not set(pids) & {r[2] for r in workers.run(jobs.double, 1)}
 
 
-def test_a_dead_worker_is_seen_though_its_forked_child_holds_its_pipes(workers: Workers) -> None:
+def test_a_dead_worker_is_seen_though_its_forked_child_holds_its_pipes(new: Workers) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with pytest.raises(WorkerError, match="rank 0 died: killed by signal 9"):
-            workers.run(jobs.forked_child_holds_pipes, port)
+            new.run(jobs.forked_child_holds_pipes, port)
         server.settimeout(10)
         server.accept()[0].close()  # lets the forked child end
 
 
 @pytest.mark.parametrize("status", [0, 3])
-def test_a_forked_child_that_exits_is_not_taken_for_its_rank(workers: Workers, status: int) -> None:
-    assert workers.run(jobs.forked_child_exits, status) == [status] * workers.world
+def test_a_forked_child_that_exits_is_not_taken_for_its_rank(new: Workers, status: int) -> None:
+    assert new.run(jobs.forked_child_exits, status) == [status] * new.world
 
 
 def test_timeout_says_what_each_rank_did(workers: Workers) -> None:
     pids = [r[2] for r in workers.run(jobs.double, 1)]
-    with Workers(2, timeout=100, new=True) as pool:
+    with Workers(2, timeout=100) as pool:
         pool.run(jobs.double, 1)
         pool.timeout = 1
         with pytest.raises(WorkerError) as caught:

@@ -94,7 +94,7 @@ from pathlib import Path
 from autopart.files.checkpoints.folders import Root
 root = Root(Path(sys.argv[1]))
 if os.fork() == 0:
-    os.write(1, b"held\n")  # from the child: its parent is not killed before it runs
+    os.write(1, b"held\\n")  # from the child: its parent is not killed before it runs
     os.read(0, 1)  # until the test ends
     os._exit(0)
 time.sleep(1000)

@@ -8,19 +8,22 @@ from support.workers import Workers
 
 from autopart.ir.errors import BatchError, UsageError
 
-COUNTED = pytest.mark.parametrize("counted", [False, True])
 
-
-@COUNTED
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize(("stages", "counted"), [(1, True), (2, False)])
 def test_the_first_rank_computes_before_others_make_the_step(pair: Workers, stages: int, counted: bool) -> None:
     first, second = pair.run(jobs.begun_before_the_other_rank, stages, counted)
     assert first == second
 
 
-@COUNTED
-@pytest.mark.parametrize("stages", [1, 2])
-@pytest.mark.parametrize(("kind", "error"), [("call", UsageError), ("rows", BatchError)])
+@pytest.mark.parametrize(
+    ("stages", "kind", "error", "counted"),
+    [
+        (1, "call", UsageError, True),
+        (2, "call", UsageError, False),
+        (1, "rows", BatchError, False),
+        (2, "rows", BatchError, True),
+    ],
+)
 def test_ranks_that_do_different_things_are_told_and_the_next_step_is_as_without_it(
     pair: Workers, stages: int, kind: str, error: type, counted: bool
 ) -> None:
@@ -29,8 +32,9 @@ def test_ranks_that_do_different_things_are_told_and_the_next_step_is_as_without
         assert before == after
 
 
-@COUNTED
-@pytest.mark.parametrize(("kind", "what"), [("data", "different batches"), ("none", "no batch")])
+@pytest.mark.parametrize(
+    ("kind", "what", "counted"), [("data", "different batches", True), ("none", "no batch", False)]
+)
 def test_replicas_with_other_data_or_none_are_refused_after_their_forward(
     pair: Workers, kind: str, what: str, counted: bool
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -173,7 +174,7 @@ class Steps:
     """What a meter needs of a session."""
 
     def __init__(self, plan: Plan) -> None:
-        self.plan, self.spans, self.ran_as_planned = plan, None, True
+        self.plan, self.spans, self.road = plan, None, SimpleNamespace(ran_as_planned=True)
 
 
 def test_a_meter_counts_the_steps_that_differ_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:

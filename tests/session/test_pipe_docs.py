@@ -1,4 +1,4 @@
-"""What the pages on training and the page of `Pipe` say: every snippet runs, and the table lists what the class has."""
+"""The pages on training and on `Pipe`: every snippet runs, and the page of `Pipe` is up to date."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.languages.pipe_page import PAGE, page
 from torch import nn
 
 import autopart
-from autopart.session.ranks.call_sync import NAMES
 
 DOCS = Path(__file__).parents[2] / "docs"
 SECTIONS = {
@@ -22,21 +22,9 @@ SECTIONS = {
 }
 
 
-def rows() -> list[tuple[set[str], bool]]:
-    """(names, whether they are collective) of each row of the table of methods."""
-    found = re.findall(r"^\| (`[^|]*`) \| (yes|no) \|", (DOCS / "pipe.md").read_text(), re.MULTILINE)
-    return [(set(re.findall(r"`(\w+)", names)), answer == "yes") for names, answer in found]
-
-
-def test_the_page_of_the_pipe_lists_every_public_name_and_no_other() -> None:
-    public = {name for name in dir(autopart.Pipe) if not name.startswith("_")}
-    listed = [name for names, _ in rows() for name in names]
-    assert sorted(listed) == sorted(public)
-
-
-def test_the_page_of_the_pipe_calls_collective_what_the_ranks_agree_on() -> None:
-    collective = {name for names, answer in rows() if answer for name in names}
-    assert collective == {name for name in NAMES if hasattr(autopart.Pipe, name)}
+def test_the_page_of_the_pipe_is_made_from_the_docstrings() -> None:
+    assert PAGE.read_text() == page(), "run `python tests/support/languages/pipe_page.py`"
+    assert all(f"| `{name}" in page() for name in dir(autopart.Pipe) if not name.startswith("_"))
 
 
 def snippets(title: str) -> list[str]:

@@ -42,7 +42,8 @@ def trained(folder: Path, steps: int = 2) -> tuple[autopart.Pipe, Any, Any]:
 
 def lose_a_rank(pipe: autopart.Pipe, doing: str = STEP_FAILED) -> None:
     """Let a pipe learn in a call that another rank is gone."""
-    pipe.session.calls.broken(doing, LOST)
+    for each in pipe.session.calls.listeners:
+        each.failed(doing, LOST)
 
 
 def test_a_run_goes_on_from_memory_after_the_last_step_of_the_ranks_that_live(

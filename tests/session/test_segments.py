@@ -105,8 +105,7 @@ def test_code_that_fails_raises_what_the_ops_raise() -> None:
         segment(torch.eye(2))
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-@pytest.mark.parametrize("recompute", ["off", "all"])
+@pytest.mark.parametrize(("dropout", "recompute"), [(0.0, "off"), (0.5, "all")])
 def test_what_cannot_be_compiled_runs_as_it_is_with_one_warning(
     dropout: float, recompute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

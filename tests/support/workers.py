@@ -56,9 +56,9 @@ class Workers:
         Processes stay alive after an exception only if every rank raised the same one.
         """
         call = pickle_call(fn, args)
-        deadline = time.monotonic() + self.timeout
         if self._fleet is None or not self._fleet.members:
-            self._fleet = _ReusedFleet(self.world, deadline, start=self._start)
+            self._fleet = _ReusedFleet(self.world, start=self._start)
+        deadline = time.monotonic() + self.timeout  # what is forked has imported: a loaded machine may take minutes
         return self._fleet.run(call, name_of(fn), deadline)
 
     @property

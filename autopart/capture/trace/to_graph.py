@@ -104,7 +104,7 @@ def _updates(
         if spec.kind is OutputKind.USER_INPUT_MUTATION:
             raise RefusedError(
                 f"the model changes its {inputs.get(str(spec.target), spec.target).replace('.', ' ')} in place",
-                why="the user's batch would be changed on one rank and not on the others",
+                why="your batch would be changed on one rank only",
                 fix="clone the input in forward() before changing it",
             )
         if spec.kind is OutputKind.BUFFER_MUTATION and node.op != "placeholder":

@@ -61,12 +61,13 @@ class Asynchronous(Part):
         require_stream(session.plan, session.graph, self.core.options, blocking=session.world.carrier is not None)
         if self.training is not None:
             self.training.end("another call of pipe.train")
+            session.calls.listeners.remove(self.training)
         made = optimizer([parameter for _, parameter in self.core.named_parameters()])
         following = scheduler(made) if scheduler is not None else None
         paced = following if isinstance(following, list | tuple) else [] if following is None else [following]
         update = partial(_stepped, [*optimizers_of(made), *paced])
         self.training = Training(self.core, update)
-        session.flush = self.training.flush
+        session.calls.listeners.append(self.training)
         return (without_backward(loss) for loss in self.training.losses(mode))
 
     def flush(self) -> None:
@@ -74,12 +75,8 @@ class Asynchronous(Part):
         Collective; does nothing if no batch is in flight."""
         session = self.core.session
         with session.calls.collective("a flush failed"):
-            session.flush()
-
-    def adopted(self, call: str) -> None:
-        """End the training: its optimizers update the parameters that this rank had before."""
-        if self.training is not None:
-            self.training.end(call)
+            if self.training is not None:
+                self.training.flush()
 
 
 def _stepped(each: Sequence[Any]) -> None:

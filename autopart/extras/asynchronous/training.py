@@ -17,13 +17,15 @@ import torch
 from autopart.batch.batch import Batch
 from autopart.batch.stand_in import with_rows
 from autopart.ir.errors import UsageError
+from autopart.ir.plan import Plan
 from autopart.passes.program.stream import streaming_of
 from autopart.runtime.activity import set_activity
 from autopart.runtime.engine import BatchPlan
 from autopart.runtime.stream import StreamEngine
 from autopart.session.executors.executor import Executor
 from autopart.session.ranks.agreement import FAILURES
-from autopart.session.ranks.call_sync import AS_BEFORE, END, Given
+from autopart.session.ranks.call_sync import END, Given
+from autopart.session.ranks.listener import Listener
 from autopart.session.step.batch_counts import weighted_loss
 from autopart.state.core import Core
 
@@ -59,14 +61,17 @@ class _Live:
     shares: dict[int, Sequence[float]]
 
 
-class Training:
-    """One call of `pipe.train`.  update: steps the optimizer of this rank."""
+class Training(Listener):
+    """One call of `pipe.train`; other calls wait until what is in flight has come back.
+
+    update: steps the optimizer of this rank.
+    """
 
     def __init__(self, core: Core, update: Callable[[], None]) -> None:
         self._core, self._session, self._update = core, core.session, update
         session = self._session
         self._ahead = len(session.plan.stages) + 1
-        self._home = session.home(session.graph.outputs[0])
+        self._home = session.standing.executor.home(session.graph.outputs[0])
         rhythm = streaming_of(session.plan.decision)
         self._behind = -(-rhythm.lags[self._home] // rhythm.micros)  # batches until the loss of one is complete
         self._fetched: deque[_Fetched] = deque()
@@ -114,6 +119,15 @@ class Training:
                 fix="call pipe.train again, with the batches that are left",
             )
 
+    def before_call(self, name: str) -> None:
+        """Let what is in flight come back before any other call."""
+        if name not in ("train", "flush"):
+            self.flush()
+
+    def brought_up(self, plan: Plan) -> None:
+        """End: the optimizers update the parameters of another plan."""
+        self.end("another plan")
+
     def flush(self) -> None:
         """Let all batches that have entered come back: all stages have then made the same updates.  Collective."""
         if self._live is None:
@@ -136,10 +150,9 @@ class Training:
 
         Ahead of the first batch of a training nothing is fetched: only then every rank can count what is in them."""
         wanted = self._ahead if self._entered else 1
-        calls = self._session.calls
         while len(self._fetched) < wanted:
             self._fetched.append(self._fetch(source))
-            calls.looked_at_late = wanted > 1
+            self.late = wanted > 1
         given = self._fetched.popleft()
         if given.taken:
             self._core.batch_given()  # also over one that is refused: `train` goes on with the next
@@ -168,12 +181,12 @@ class Training:
             if not ended:
                 self._core.batch_taken()
                 taken = True
-                batch, signature, counts, failure = session.own_batch("step", arguments, sharded=False)
+                batch, signature, counts, failure = session.road.own_batch("step", arguments, sharded=False)
         except FAILURES as error:
             failure = error
         about = self._entered - 1 - self._behind
         settle = session.calls.enter(
-            "train", failure, needed=session.needing, signature=END if ended else signature,
+            "train", failure, needed=session.standing.needing, signature=END if ended else signature,
             version=session.captures.version, rows=(batch.rows or 0) if batch is not None else 0,
             counts=counts, ended=ended, loss=self._own_loss(about),
         )  # fmt: skip
@@ -189,7 +202,7 @@ class Training:
             live = None
         if live is None:
             live, plan = self._start(given, kind, step)
-            self._live, self._session.calls.left = live, _LEFT
+            self._live, self.leaves = live, _LEFT
         else:
             plan = self._next_plan(live, given.batch, found, step)
         live.shares[self._entered] = [share[0] for share in plan.shares.get(self._home, ())][live.engine.turn :]
@@ -200,7 +213,7 @@ class Training:
 
     def _start(self, given: _Fetched, kind: tuple[float, int, str], step: int) -> tuple[_Live, BatchPlan]:
         """Prepare for a kind of batch while nothing is in flight, as a step does.  Collective."""
-        executor, _, plan = self._session.planned_batch("step", given.arguments, step)
+        executor, _, plan = self._session.road.plan("step", given.arguments, step)
         if plan.agree is not None:
             plan.agree()
         key = executor, len(plan.rows)  # not its id, which another one may get
@@ -215,7 +228,7 @@ class Training:
             batch = with_rows(live.executor.stand_in, live.kind[1])
         before, key = live.engine.turn, (self._session.options.seed, step)
         # not counted: those that were taken before the first of their kind
-        live.executor.agree(batch, found.counts, before=before)
+        live.executor.preparation.agree(batch, found.counts, before=before)
         return live.executor.plan(batch, key, before=before)
 
     # -- losses and the end ----------------------------------------------------------------------------------------
@@ -250,7 +263,7 @@ class Training:
         for loss in self._session.world.reduce_numbers((), mine) if mine else ():
             self._take(loss)
         live.engine.losses.clear()
-        self._live, self._session.calls.left = None, AS_BEFORE
+        self._live, self.leaves = None, ""
 
     def _drop_fetched(self) -> None:
         """Forget the batches that were taken ahead, and what is wrong with them: all ranks have told of as many."""
@@ -261,4 +274,4 @@ class Training:
             except FAILURES as error:
                 if not self._session.world.is_known(error):
                     raise
-        self._session.calls.looked_at_late = False
+        self.late = False

@@ -13,6 +13,7 @@ from torch.optim import swa_utils
 from autopart.files.checkpoints.document import AVERAGES
 from autopart.ir.errors import UsageError
 from autopart.passes.program.schedules import find, streams
+from autopart.session.ranks.listener import Listener
 from autopart.session.session import Session
 from autopart.state.companions import refusal, require_integer
 from autopart.state.core import Core
@@ -50,7 +51,7 @@ class _Kept(nn.Module):
 
 
 @short_tracebacks
-class AveragedModel:
+class AveragedModel(Listener):
     """Averages of a pipe's weights, with the interface of `torch.optim.swa_utils.AveragedModel`.
 
         averaged = autopart.AveragedModel(pipe, multi_avg_fn=get_ema_multi_avg_fn(0.999))
@@ -102,7 +103,8 @@ class AveragedModel:
         live = [*parameters.items(), *buffers.items()]
         averages = [*copies.parameters(), *copies.buffers()]
         self._pairs = {name: (tensor, average) for (name, tensor), average in zip(live, averages, strict=True)}
-        session.calls.refused["adopt"] = _no_adoption
+        self._inside = False
+        session.calls.listeners.append(self)
         title = AVERAGES
         while title in core.companions:
             first, _, number = title.partition("-")
@@ -124,9 +126,7 @@ class AveragedModel:
                 "update_parameters was given another object than the pipe that is averaged",
                 fix="call update_parameters() or update_parameters(pipe); make an AveragedModel for each pipe",
             )
-        session = self._core.session
-        if "step" in session.calls.refused:
-            raise _inside("update_parameters")
+        self._require_outside("update_parameters")
         self._require_all()
         self._averaged.update_parameters(self._kept)
 
@@ -150,21 +150,18 @@ class AveragedModel:
         an optimizer; the trained values are back then.
         """
         session = self._core.session
-        if "step" in session.calls.refused:
-            raise _inside("applied")
+        self._require_outside("applied")
         session.tensors.masters.check()
         self._require_all()
         trained = {name: live.detach().clone() for name, (live, _) in self._pairs.items()}
-        refused = dict(session.calls.refused)
-        session.calls.refused |= {call: _refusal_of(call) for call in _CHANGING}
+        self._inside = True
         written: str | None = None
         try:
             self._put(session, {name: average for name, (_, average) in self._pairs.items()})
             yield
             written = None if self._core.closed else self._written()
         finally:
-            session.calls.refused.clear()
-            session.calls.refused |= refused
+            self._inside = False
             if not self._core.closed:
                 self._put(session, trained)
         if written is not None:
@@ -173,6 +170,17 @@ class AveragedModel:
                 why="the parameters hold averages there, so the write is lost; training goes on with the values before",
                 fix="write to parameters, load states and step optimizers outside the block",
             )
+
+    def before_call(self, name: str) -> BaseException | None:
+        """Refuse what would change or move the averages."""
+        if self._inside and name in _CHANGING:
+            return _inside(f"pipe.{name}")
+        return _no_adoption() if name == "adopt" else None
+
+    def _require_outside(self, call: str) -> None:
+        """Raise UsageError if some averages of this pipe are in its parameters."""
+        if any(isinstance(each, AveragedModel) and each._inside for each in self._core.session.calls.listeners):
+            raise _inside(call)
 
     def _written(self) -> str | None:
         """Return the first parameter whose value differs from its average; torch's version counter would also count
@@ -234,10 +242,6 @@ def _inside(call: str) -> UsageError:
         why="the parameters hold the averages there, and get the trained values back at its end",
         fix="end the block first",
     )
-
-
-def _refusal_of(call: str) -> Callable[[], UsageError]:
-    return lambda: _inside(f"pipe.{call}")
 
 
 def _no_adoption() -> UsageError:

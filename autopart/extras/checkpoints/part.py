@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from autopart.extras.checkpoints.rescue import Kept, Rescue
 from autopart.extras.checkpoints.saver import Request, Saver, require_folder
-from autopart.session.session import Session
+from autopart.session.ranks.listener import Listener
 from autopart.state.around import Around
 from autopart.state.core import Core, Part
 from autopart.state.optimizers import GivenOptimizer, optimizers_of
@@ -22,7 +22,7 @@ class Checkpoints(Part):
 
     def __init__(self, core: Core) -> None:
         super().__init__(core)
-        self.saver, self.rescue = Saver(), Rescue()
+        self.saver, self.rescue = Saver(), Rescue(self.around)
 
     def save(
         self,
@@ -90,21 +90,9 @@ class Checkpoints(Part):
         return Around(core.steps, scaler, kept.optimizers, kept.schedulers, core.companions, core.placeholder)
 
     def _follow(self, kept: Kept) -> None:
-        self.rescue.follow(kept, self.around(kept), self.core.session.world.rank)
+        self.rescue.follow(kept, self.core.session)
 
-    def brought_up(self, session: Session) -> None:
-        """Let calls raise what fails in the background, and a failure be followed by what can be kept."""
-        session.calls.pending, session.calls.forget = self.saver.failure, self.saver.forget
-        session.calls.broken = partial(self.rescue.keep, session, self.around)
-
-    def step_begins(self) -> None:
-        """Notice what the script has changed since a load or a save."""
-        self.rescue.begin_step(self.around)
-
-    def closing(self, session: Session) -> None:
-        """Wait for a save in the background."""
-        self.saver.close(session, healthy=session.calls.healthy)
-
-    def closed(self) -> None:
-        """Keep nothing any more."""
-        self.rescue.end()
+    @property
+    def listeners(self) -> Sequence[Listener]:
+        """Calls raise what fails in the background, and a failure is followed by what can be kept."""
+        return self.saver, self.rescue

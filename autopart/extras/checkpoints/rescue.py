@@ -33,6 +33,7 @@ from autopart.launcher import restart_count
 from autopart.runtime.activity import KEEPING, NOTHING, READY_TO_KEEP, current
 from autopart.runtime.effects import first_line, is_effect
 from autopart.session.ranks.call_sync import STEP_FAILED
+from autopart.session.ranks.listener import Listener
 from autopart.session.session import Session
 from autopart.state.around import Around, Told, document_of
 from autopart.state.contents import contents_with, own_state, updated_buffers
@@ -54,10 +55,15 @@ class Kept:
     extra: Any = None
 
 
-class Rescue:
-    """What one pipe would keep; nothing, unless its launch has a folder in memory."""
+class Rescue(Listener):
+    """What one pipe would keep; nothing, unless its launch has a folder in memory.
 
-    def __init__(self) -> None:
+    around: returns what else belongs to the run now."""
+
+    _session: Session
+
+    def __init__(self, around: Callable[[Kept], Around]) -> None:
+        self._around = around
         self._kept: Kept | None = None
         self._folder = Path()
         self._unstepped: Mapping[str, Any] | None = None
@@ -65,14 +71,15 @@ class Rescue:
         self._others: set[int] = set()
         self._unwatch: Callable[[], None] = lambda: None
 
-    def follow(self, kept: Kept, around: Around, rank: int) -> None:
+    def follow(self, kept: Kept, session: Session) -> None:
         """Keep this state from now on.  Called at a load or a save."""
         place = place_of(kept.folder)
         if place is None or (Path(kept.folder) / NAME).is_file():  # a checkpoint by its own path: not of this run
             return
-        self._folder = rank_folder(place, restart_count(), rank)
+        self._session = session
+        self._folder = rank_folder(place, restart_count(), session.world.rank)
         try:
-            self._unstepped = _moving(around)
+            self._unstepped = _moving(self._around(kept))
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder.mkdir(parents=True, mode=0o700)
         except (OSError, CheckpointError):  # nothing can be kept, and training goes on
@@ -89,31 +96,30 @@ class Rescue:
         if self._kept is not None and optimizer not in self._kept.optimizers:
             self._others.update(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
 
-    def begin_step(self, around: Callable[[Kept], Around]) -> None:
+    def before_call(self, name: str) -> None:
         """Notice what the script changes between a load or a save and the next step: it would do so twice for one step,
         if training went on from that step's beginning."""
-        if self._kept is None or self._unstepped is None:
+        if name != "step" or self._kept is None or self._unstepped is None:
             return
-        now, before, self._unstepped = _moving(around(self._kept)), self._unstepped, None
+        now, before, self._unstepped = _moving(self._around(self._kept)), self._unstepped, None
         changed = [title for title in before if title in now and now[title] != before[title]]
         self._changed = self._changed or next(iter(changed), "")
 
-    def keep(self, session: Session, around: Callable[[Kept], Around], doing: str, error: BaseException) -> None:
-        """Write the state of this rank, or why that is not the state after a step; raises nothing.  doing: the call
-        that failed."""
+    def failed(self, doing: str, error: BaseException) -> None:
+        """Write the state of this rank, or why that is not the state after a step."""
         if self._kept is None or not is_effect(error):
             return
-        status, rank = current(), session.world.rank
+        session, status = self._session, current()
         status.keeping = KEEPING
         try:
             why = self._refusal(session, self._kept, doing)
             if not why:
-                self._write(session, around(self._kept), self._kept.extra)
+                self._write(session, self._around(self._kept), self._kept.extra)
         except Exception as failed:  # a second error must not hide the first
             why = first_line(failed)
         if why:
             with suppress(OSError):
-                write_whole(self._folder / WHY, f"rank {rank}: {why}")
+                write_whole(self._folder / WHY, f"rank {session.world.rank}: {why}")
         status.keeping = NOTHING
 
     def _refusal(self, session: Session, kept: Kept, doing: str) -> str:
@@ -140,7 +146,7 @@ class Rescue:
         return ""
 
     def _write(self, session: Session, around: Around, extra: Any) -> None:
-        rank, placement = session.world.rank, session.context.placement
+        rank, placement = session.world.rank, session.standing.context.placement
         groups = by_keepers(own_state(session), placement, updated_buffers(session))
         given = around.optimizers, around.companions, around.placeholder
         told = Told.of(contents_with(session, (), *given).optimizer, around, extra)
@@ -150,7 +156,7 @@ class Rescue:
                 write_part(Draft(self._folder, document, number), contents_with(session, names, *given))
         write_document(self._folder, document)
 
-    def end(self) -> None:
+    def closed(self) -> None:
         """Keep nothing any more: the pipe is closed."""
         if self._kept is None:
             return

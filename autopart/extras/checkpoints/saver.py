@@ -31,6 +31,7 @@ from autopart.files.checkpoints.stored import opened
 from autopart.files.checkpoints.values import decoded
 from autopart.ir.errors import CheckpointError, UsageError
 from autopart.session.ranks.agreement import from_rank, together
+from autopart.session.ranks.listener import Listener
 from autopart.session.session import Session
 from autopart.state.around import Around, Told, document_of, require_scaler
 from autopart.state.contents import Contents, contents_of, driven_names, own_state
@@ -52,14 +53,15 @@ class Request:
     wait: bool = True
 
 
-@dataclass
-class Saver:
+class Saver(Listener):
     """Saves and loads the checkpoints of a pipe.  Each rank has one."""
 
-    root: Root | None = None
-    background: Background | None = None
-    copies: Contents | None = None
-    """What the last save in the background has written: its memory serves the next one."""
+    _session: Session
+
+    def __init__(self) -> None:
+        self.root: Root | None = None
+        self.background: Background | None = None
+        self.copies: Contents | None = None  # of the last save in the background: its memory serves the next one
 
     def save(self, session: Session, around: Around, request: Request) -> Path:
         """Write a checkpoint; returns its folder, which exists once it is whole.  Collective; see `Pipe.save`."""
@@ -82,6 +84,7 @@ class Saver:
             else:
                 contents = self.copies = contents.copied(self.copies)
         if not request.wait:
+            self._session = session
             self.background = Background(partial(self._in_background, draft, contents, publishing), draft)
             return draft.folder.with_suffix("")
         with _erased(draft):
@@ -115,16 +118,13 @@ class Saver:
         elif draft.rank == 0:
             shutil.rmtree(draft.folder, ignore_errors=True)
 
-    def failure(self) -> BaseException | None:
-        """Return, once, what failed in the background; the call that is made next raises it on all ranks."""
+    def before_call(self, name: str) -> BaseException | None:
+        """Return what failed in the background, until some rank's failure was raised on all."""
         running = self.background
-        if running is None or running.failure is None or running.told:
-            return None
-        running.told = True
-        return running.failure
+        return None if running is None or running.told else running.failure
 
-    def forget(self) -> None:
-        """Raise nothing more of the save in the background, since one rank's failure was raised on all."""
+    def told(self) -> None:
+        """Raise nothing more of the save in the background."""
         if self.background is not None:
             self.background.told = True
 
@@ -139,7 +139,7 @@ class Saver:
         failed = any(row[0] for row in session.world.gather_numbers([float(mine.failure is not None)]))
         if session.world.rank == 0:
             mine.wait(give_up=failed)
-        untold = self.failure()
+        untold = self.before_call("save")
         self._end_background(mine)
         with together(session.world, _SAVING):
             if untold is not None:
@@ -151,11 +151,11 @@ class Saver:
         if ended.draft.rank == 0:
             shutil.rmtree(ended.draft.folder, ignore_errors=True)
 
-    def close(self, session: Session, *, healthy: bool) -> None:
-        """Wait for a save in the background, and let other runs use the folder.  Collective if `healthy`."""
+    def closing(self, *, healthy: bool) -> None:
+        """Wait for a save in the background, and let other runs use the folder."""
         try:
             if self.background is not None and healthy:
-                self._settle_at_close(session)
+                self._settle_at_close(self._session)
         finally:
             if self.background is not None:  # the ranks are apart: parts of the others may never come
                 self.background.wait(give_up=True)
@@ -186,7 +186,7 @@ class Saver:
         newest = partial(newest_at, folder, own, missing_ok=missing_ok)
         names = driven_names(session, around.placeholder)
         optimizers = around.optimizers
-        held, owners = session.tensors.held, session.context.placement.owners
+        held, owners = session.tensors.held, session.standing.context.placement.owners
         like = {name: tensor for name, tensor in own.items() if name in held or name not in owners}
         wanted = Wanted(like, frozenset(own), names, session.captures.trained)
         while True:

@@ -1,4 +1,4 @@
-"""What each call of a program keeps for its backward, measured: the tensors that autograd is told to save.
+"""What each call of a program keeps for its backward, measured: the tensors that autograd saves.
 
 Each storage counts once, for the first call that saves it, as in the table of ops; what the program is given
 (parameters, inputs) does not count.  Tensors that a custom autograd function hides from autograd are not seen.

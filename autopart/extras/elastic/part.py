@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-import torch
+from collections.abc import Mapping, Sequence
 
 from autopart.extras.elastic.speeds import Speeds, slowed
 from autopart.ir.cluster import Cluster
-from autopart.session.session import Session
+from autopart.session.ranks.listener import Listener
 from autopart.state.core import Core, Part
 
 
@@ -17,7 +15,8 @@ class Devices(Part):
 
     def __init__(self, core: Core) -> None:
         super().__init__(core)
-        self.speeds = Speeds()
+        self.speeds = Speeds(core.cluster)
+        self._slowness: Sequence[float] = ()
 
     def stragglers(self) -> Mapping[int, float]:
         """The ranks that take at least twice as long for their computes as planned, or 1.5 times as long as in their
@@ -26,20 +25,16 @@ class Devices(Part):
         them all.  Alike on all ranks, and a warning names them.  Measured in `step` on CPUs."""
         return self.speeds.stragglers()
 
-    def brought_up(self, session: Session) -> None:
-        """Begin with the first plan."""
-        self.speeds.follow(session.plan, self.core.cluster)
+    @property
+    def listeners(self) -> Sequence[Listener]:
+        """The speeds follow plans and steps."""
+        return (self.speeds,)
 
     def now(self, cluster: Cluster) -> Cluster:
         """Judge the devices, and return the cluster with those that are slow."""
-        return slowed(cluster, self.speeds.judge())
+        self._slowness = self.speeds.judge()
+        return slowed(cluster, self._slowness)
 
-    def adopted(self, call: str) -> None:
-        """Begin again; a plan that was made here takes devices for as slow as they were judged."""
-        known = self.speeds.judged if call == "replan" else ()
-        machines = slowed(self.core.cluster, known) if known else self.core.cluster
-        self.speeds.follow(self.core.session.plan, machines, known)
-
-    def step_ended(self, loss: torch.Tensor) -> None:
-        """Note what each rank computed for."""
-        self.speeds.note(self.core.session.computed_ns)
+    def replanned(self) -> None:
+        """Begin again with a plan that takes devices for as slow as they were judged."""
+        self.speeds.follow(self.core.session.plan, slowed(self.core.cluster, self._slowness), self._slowness)

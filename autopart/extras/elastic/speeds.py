@@ -1,9 +1,9 @@
-"""How fast each rank computes beside what its plan says, and beside its own first steps: which devices are stragglers.
+"""How fast each rank computes relative to its plan, and to its own first steps: which devices are stragglers.
 
-Assumes that the plan's times are right up to a factor that all ranks share; so a rank is judged beside the others.
+Assumes that the plan's times are right up to a factor that all ranks share; so a rank is judged relative to the others.
 Where all ranks are about as fast as planned at first, what is left is the error of the plan's costs of each stage, and
-from then on ranks are judged beside those first steps.  Wrong where a plan's costs are far wrong for one stage alone:
-then that stage is taken for slow, by the same factor, and a new plan gives it less, which is right too.
+from then on ranks are judged relative to those first steps.  Wrong where a plan's costs are far wrong for one stage
+alone: that stage is taken for slow, by the same factor, and a new plan gives it less, which is right too.
 """
 
 from __future__ import annotations
@@ -16,40 +16,52 @@ from collections.abc import Iterable, Mapping, Sequence
 from autopart.ir.cluster import Cluster, Device
 from autopart.ir.plan import Plan
 from autopart.ir.shares import Division
+from autopart.session.executors.step_end import StepEnd
+from autopart.session.ranks.listener import Listener
 
 WINDOW, RECENT, SKIPPED = 8, 5, 2
 """Steps by whose median a rank is named, the newest of them, which say how slow it is (when more than half of the
 steps are slow, all of these are), and the first ones under a plan, in which caches and pages are cold."""
 SLOW, CHANGED = 2.0, 1.5
-"""A device is named if it takes so many times as long as was planned for, or as in its first steps under the plan; or
-the reverse."""
+"""Report a rank once it is this many times slower, or faster, than planned, or than in its first steps."""
 _log = logging.getLogger("autopart")
 
 
-class Speeds:
-    """The measured slowness of each rank under the plan that runs; alike on all ranks, since all note the same."""
+class Speeds(Listener):
+    """The measured slowness of each rank under the plan that runs; alike on all ranks, since all note the same.
 
-    def __init__(self) -> None:
+    cluster: the machines as the first plan takes them."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
         self._planned: tuple[float, ...] = ()
         self._known: tuple[float, ...] = ()
-        self.judged: tuple[float, ...] = ()
+        self._judged: tuple[float, ...] = ()
         self._usual: tuple[float, ...] = ()
         self._rows: deque[Sequence[float]] = deque(maxlen=WINDOW)
         self._left = SKIPPED
         self._told: frozenset[int] = frozenset()
 
+    def brought_up(self, plan: Plan) -> None:
+        """Begin again under a plan that takes no rank for slow."""
+        self.follow(plan, self._cluster)
+
+    def step_ended(self, end: StepEnd) -> None:
+        """Note what each rank computed for."""
+        self.note(end.computed_ns)
+
     def follow(self, plan: Plan, cluster: Cluster, known: Sequence[float] = ()) -> None:
         """Begin again under a plan for a cluster.  known: how slow the plan takes each rank for; () for 1 each."""
         self._planned = planned_ns(plan, cluster)
-        self._known = self.judged = tuple(known) or (1.0,) * cluster.world
+        self._known = self._judged = tuple(known) or (1.0,) * cluster.world
         self._usual = ()
         self._restart()
 
     def judge(self) -> tuple[float, ...]:
         """Return how slow each rank is, 1 for as planned on its device; ranks are named again only for a change."""
-        self.judged = self.slowness()
+        self._judged = self.slowness()
         self._restart()
-        return self.judged
+        return self._judged
 
     def _restart(self) -> None:
         self._rows.clear()
@@ -67,7 +79,7 @@ class Speeds:
         self._rows.append(computed_ns)
         found = self.stragglers()
         if not found and not self._usual and len(self._rows) == WINDOW:
-            self._usual = tuple(slow / judged for slow, judged in zip(self.slowness(), self.judged, strict=True))
+            self._usual = tuple(slow / judged for slow, judged in zip(self.slowness(), self._judged, strict=True))
         new = frozenset(found) - self._told
         self._told = self._told | new
         for rank in sorted(new):
@@ -78,7 +90,7 @@ class Speeds:
 
     def slowness(self) -> tuple[float, ...]:
         """Return how slow each rank is; what was known before where it is not measured yet, or has no stage."""
-        return self._slowness(list(self._rows)[-RECENT:]) if len(self._rows) == WINDOW else self.judged
+        return self._slowness(list(self._rows)[-RECENT:]) if len(self._rows) == WINDOW else self._judged
 
     def stragglers(self) -> Mapping[int, float]:
         """Return the ranks whose speed has changed since they were last judged, and how slow they are."""
@@ -87,7 +99,7 @@ class Speeds:
         limit = CHANGED if self._usual else SLOW
         found = {}
         for rank, (slow, lately) in enumerate(zip(self._slowness(self._rows), self.slowness(), strict=True)):
-            changes = [each / self.judged[rank] for each in (slow, lately)]
+            changes = [each / self._judged[rank] for each in (slow, lately)]
             if min(changes) >= limit or max(changes) <= 1 / limit:
                 found[rank] = lately
         return found
@@ -97,7 +109,7 @@ class Speeds:
         working = [rank for rank, planned in enumerate(self._planned) if planned > 0]
         medians = [statistics.median_low(column) for column in zip(*rows, strict=True)]
         if len(working) < 2 or not all(medians[rank] > 0 for rank in working):
-            return self.judged
+            return self._judged
         usual = self._usual or (1.0,) * len(self._known)
         slow = {rank: self._known[rank] * medians[rank] / self._planned[rank] / usual[rank] for rank in working}
         middle = statistics.median_low(slow.values())
@@ -118,7 +130,7 @@ def planned_ns(plan: Plan, cluster: Cluster) -> tuple[float, ...]:
 
 
 def _parts(division: Division, devices: Sequence[Device]) -> list[float]:
-    """Return how long each device takes beside the slowest one, for its share."""
+    """Return the time of each device for its share, relative to the slowest device."""
     shares = division.shares if division.splits else (1,) * len(devices)
     times = [share / device.flops_per_s for share, device in zip(shares, devices, strict=True)]
     return [time / max(times) for time in times]

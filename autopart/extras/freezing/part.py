@@ -10,7 +10,7 @@ from autopart.extras.freezing.kept.activations import AutoCache
 from autopart.extras.freezing.replan import Replanned, replan, state_bytes_of
 from autopart.ir.errors import UsageError
 from autopart.ir.plan import Plan
-from autopart.session.session_plan import Preparing
+from autopart.session.session import Preparing
 from autopart.state.contents import driven_names
 from autopart.state.core import Part
 from autopart.state.optimizers import GivenOptimizer, optimizers_of
@@ -33,7 +33,6 @@ class Replanning(Part):
         ended by another plan.
         """
         self.core.session.adopt(plan, self._preparing(optimizer))
-        self.core.adopted("adopt")
 
     def replan(
         self,
@@ -67,7 +66,7 @@ class Replanning(Part):
         sizes = state_bytes_of(optimizers_of(optimizer), driven_names(session, self.core.placeholder))
         found = replan(session, self.core.now(), steps, sizes, self._preparing(optimizer), cache)
         if found.adopted:
-            self.core.adopted("replan")
+            self.core.replanned()
         return found
 
     def _preparing(self, optimizer: GivenOptimizer) -> Preparing:

@@ -25,8 +25,7 @@ from autopart.planning.simulated import simulated_step_ns
 from autopart.session.executors.kinds import projected
 from autopart.session.placement import placement_of
 from autopart.session.ranks.agreement import from_rank, together
-from autopart.session.session import Session
-from autopart.session.session_plan import Preparing
+from autopart.session.session import Preparing, Session
 from autopart.state.optimizers import Optimizers
 
 WORTH = 0.02
@@ -101,14 +100,14 @@ def replan(
     with session.call("replan"):
         began = time.perf_counter()
         with together(world, "reading the model"):
-            session.follow_model(training=True)
+            session.road.follow_model(training=True)
             session.captures(session.batch.plain, Size(max(session.plan.micro_rows)))  # so that every rank watches it
             if cache is not None:
                 activations_of(session).open(cache)
         known = world.gather_objects(KeptBytes({**state_bytes}, _beside(session)))
         proposal = from_rank(world, 0, "planning", partial(_proposed, session, machines, known, steps, begun))
         planning_s = time.perf_counter() - began
-        preparing_s = max(row[0] for row in world.gather_numbers([session.preparing_s]))
+        preparing_s = max(row[0] for row in world.gather_numbers([session.standing.preparing_s]))
         pause_s = preparing_s + predicted_s(world, proposal.pairs)
     plan = proposal.plan
     adopted, reason = _judged(proposal, steps, pause_s)
@@ -117,7 +116,7 @@ def replan(
         began = time.perf_counter()
         session.adopt(plan, prepare, begun or zeros(proposal.specs))
         activations_of(session).beside_s = proposal.beside_s
-        took = world.gather_numbers([time.perf_counter() - began, session.moving_s])
+        took = world.gather_numbers([time.perf_counter() - began, session.standing.moving_s])
         took_s, moving_s = (max(column) for column in zip(*took, strict=True))
     return Replanned(
         plan, adopted, reason, proposal.now_s or float("inf"), proposal.then_s, sum(proposal.pairs.values()), pause_s,
@@ -127,7 +126,7 @@ def replan(
 
 def _beside(session: Session) -> dict[str, int]:
     """Return the bytes of the master weight and the gradient of each parameter that this rank owns."""
-    owners, tensors = session.context.placement.owners, session.tensors
+    owners, tensors = session.standing.context.placement.owners, session.tensors
     sizes: Counter[str] = Counter()
     for name, tensor in tensors.driven.items():
         if owners.get(name) == session.world.rank:
@@ -162,7 +161,7 @@ def _proposed(
     same = activations_of(session).values == tuple(name for name, _ in begun)
     runs = same and decision is not None and best.plan.decision == decision
     placement = placement_of(best.captured.graph, best.plan.decision)
-    pairs = moved_bytes(best.captured.graph, session.context.placement, placement, kept)
+    pairs = moved_bytes(best.captured.graph, session.standing.context.placement, placement, kept)
     if behind is None:
         return _Proposal(best.plan, runs, now_s, pairs, note=note)
     once_s = behind.once_s(steps or 0)
@@ -174,7 +173,7 @@ def _asked(session: Session, cluster: Cluster) -> Options:
     options = replace(session.options, plan=None)
     if cluster == session.cluster:
         return options
-    backend, device = session.context.options.backend, session.cluster.devices[0]
+    backend, device = session.standing.context.options.backend, session.cluster.devices[0]
     source = source_for(options.costs, backend)
     whole = session.captures(session.batch.plain, Size(max(session.plan.micro_rows)))
     known = session.costs

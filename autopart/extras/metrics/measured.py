@@ -29,7 +29,7 @@ StageSums = dict[int, tuple[int, int, int]]
 
 @dataclass(frozen=True, slots=True)
 class _Own:
-    """What one rank tells the others.  end_ns, busy_ns: of its actions, 0 if they were not timed."""
+    """The report of one rank.  end_ns, busy_ns: of its actions, 0 if they were not timed."""
 
     seconds: float
     peak_bytes: int
@@ -58,7 +58,7 @@ def measured(
     )
     every: list[_Own] = world.gather_objects(own)
     seconds = max(each.seconds for each in every)
-    rows = sum(session.last_shares[0])
+    rows = sum(session.road.shares[0])
     work = _work_of(session, meter)
     flops = rows * work.flops
     timed = bool(meter.spans) or any(each.end_ns for each in every)
@@ -140,7 +140,7 @@ def _bubble(every: list[_Own], plan: Plan) -> float:
 
 def _work_of(session: Session, meter: Meter) -> Work:
     """Return what a row of the last batch takes; found once for each kind of batch."""
-    captured = session.last_captured
+    captured = session.road.captured
     if meter.work is None or meter.work.captured is not captured:
         meter.work = _work(captured, session.cluster)
     return meter.work

@@ -12,6 +12,8 @@ import torch
 from autopart.capture import Captured
 from autopart.ir.plan import Plan
 from autopart.ir.timeline import Span
+from autopart.session.executors.step_end import StepEnd
+from autopart.session.ranks.listener import Listener
 from autopart.session.session import Session
 
 DRIFT, DRIFT_STEPS = 0.2, 50
@@ -33,7 +35,7 @@ class Work:
 
 
 @dataclass
-class Meter:
+class Meter(Listener):
     """The last step of this rank.
 
     timed: whether actions are timed, which begins when metrics are first asked for.  seconds: of the last step.  loss:
@@ -66,10 +68,14 @@ class Meter:
         finally:
             session.spans = traced
 
+    def step_ended(self, end: StepEnd) -> None:
+        """Note the loss."""
+        self.loss = end.loss
+
     def predicted_s(self, session: Session) -> float | None:
         """Return the simulated seconds of the last step, None for another kind of batch than the plan is for."""
         plan = session.plan
-        if not session.ran_as_planned or not plan.step_ns:
+        if not session.road.ran_as_planned or not plan.step_ns:
             return None
         if self._predicted is None or self._predicted[0] is not plan:
             self._predicted = plan, plan.step_without_optimizer_ns * 1e-9

@@ -8,14 +8,13 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from autopart.extras.metrics.measured import measured
 from autopart.extras.metrics.meter import Meter
 from autopart.extras.metrics.metrics import Metrics
 from autopart.ir.errors import UsageError
 from autopart.ir.timeline import Timeline
 from autopart.report.page.page import write_page
+from autopart.session.ranks.listener import Listener
 from autopart.session.session import Session
 from autopart.state.core import Core, Part
 from autopart.state.misuse_guards import refuse_in_training
@@ -77,6 +76,7 @@ class Measurements(Part):
         """Time the step."""
         return self.meter.step(session)
 
-    def step_ended(self, loss: torch.Tensor) -> None:
-        """Note the loss."""
-        self.meter.loss = loss
+    @property
+    def listeners(self) -> Sequence[Listener]:
+        """The meter notes the loss of each step."""
+        return (self.meter,)

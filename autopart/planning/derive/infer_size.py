@@ -55,7 +55,7 @@ def _near(number: int, rows: int) -> bool:
 
 
 def infer_other_size(captured: Captured, size: Size) -> Captured | None:
-    """The capture as it would be at another size, None where that cannot be told.  Its module stays the old one.
+    """The capture as it would be at another size, None where that is unknown.  Its module stays the old one.
 
     Before: captured at `prime_batch_size` rows.  O(nodes), and one call on fake tensors for each kind of call.
     """

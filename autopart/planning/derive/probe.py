@@ -55,7 +55,7 @@ def prove_rows(small: Captured, large: Captured, names: Iterable[str], batch: Ba
     values = [v.name for v in large.graph.values if v.name in asked and _rows_axis(v.name, small, large) is not None]
     if any(t.is_meta for t in large.tensors.values()):
         return frozenset(constants)
-    seen = dict.fromkeys(values, 0)  # value: random batches that tell something about it
+    seen = dict.fromkeys(values, 0)  # value: random batches that show something about it
     for turn in range(_MOST_TURNS):
         if not seen or (turn > len(SIZES) and min(seen.values()) >= _enough(seen, large)):
             break
@@ -89,7 +89,7 @@ class _Trial:
         self._places = [*range(0, rows - self._piece, self._piece), rows - self._piece]
 
     def passing(self, names: list[str], *, gradients: bool) -> dict[str, bool | None]:
-        """Return for each value whether it matches; None if this data does not tell (NaN, two equal rows).
+        """Return for each value whether it matches; None if this data cannot show it (NaN, two equal rows).
 
         Empty if the program fails on this data, also where masks that choose among integers are not turned over.
         """

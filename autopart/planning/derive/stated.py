@@ -49,7 +49,7 @@ def refuted(small: Captured, large: Captured, reduction: LossReduction, batch: B
 def _difference(
     small: Captured, large: Captured, reduction: LossReduction, batch: Batch, weights: Weights
 ) -> str | None:
-    """Return what differs between the whole and its parts; "" if nothing, None if this data does not tell."""
+    """Return what differs between the whole and its parts; "" if nothing, None if this data cannot show it."""
     rows, part = large.graph.rows, small.graph.rows
 
     def ran(captured: Captured, place: int) -> tuple[torch.Tensor, float]:

@@ -125,7 +125,7 @@ def alternatives(plan: Plan) -> Table | None:
 
 
 def compared(plan: Plan, measured: Timeline | None) -> Table | None:
-    """Return predicted beside measured times."""
+    """Return predicted and measured times."""
     if measured is None or not plan.step_ns:
         return None
     pairs = [("step without the optimizer", plan.step_without_optimizer_ns, measured.step_ns)]

@@ -15,8 +15,9 @@ from autopart.passes.program.learning import with_forward_only
 from autopart.passes.program.projection import check_gradients_stay, project_plan
 from autopart.planning.derive.reduction import WHOLE, BatchRule
 from autopart.runtime.activity import patient
+from autopart.session.executors.context import RankContext
 from autopart.session.executors.evaluation import evaluated_rows, evaluation_decision, evaluation_rule
-from autopart.session.executors.executor import Executor, RankContext
+from autopart.session.executors.executor import Executor
 from autopart.session.ranks.agreement import from_rank, together
 from autopart.session.step.data import micro_rows
 from autopart.session.step.parts import SEVERAL, fitting_cut, of_micros, undivided
@@ -61,7 +62,7 @@ def new_executor(
     own = projected(captured, planned, decision)
     check_gradients_stay(captured.graph, own.stages, planned, decision)
     executor = Executor(mode, context, captured, own, BatchRule(WHOLE) if cut == _WHOLE else None)
-    executor.fitting = SEVERAL if cut == _APART else None
+    executor.preparation.fitting = SEVERAL if cut == _APART else None
     return executor
 
 
@@ -91,10 +92,16 @@ class KnownKinds:
         """Return the executor of a kind, None if there is none yet."""
         return self._found.peek(kind)
 
+    def used(self, kind: Kind) -> Executor:
+        """Return the executor of a kind that is there, and keep it as the one used last."""
+        executor = self._found.get(kind)
+        assert executor is not None
+        return executor
+
     def kind(self, mode: str, version: float, signature: float, rows: int | None) -> Kind:
         """Return the kind of a batch of this number of rows.  version, signature: digests."""
         known = self._found.peek((mode, version, signature, ""))
-        fitting = known.fitting if known is not None else None
+        fitting = known.preparation.fitting if known is not None else None
         apart = known is not None and rows and fitting is not None and not fitting_cut(rows, known.decision, fitting)
         return mode, version, signature, _WHOLE if rows == 1 else _APART if apart else ""
 

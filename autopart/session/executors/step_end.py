@@ -1,33 +1,38 @@
-"""The exchange that ends a step: once every rank has done its part, all know the loss and what each has spent on it."""
+"""The exchange that ends a step: once every rank has done its part, all know the loss and what each has spent on it.
+
+Gradients and buffers are kept only then, so a step that fails on one rank counts on none.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from autopart.runtime.group.world import World
 
 TOLD = 64
-"""Ranks that tell in each step how long they computed for; more take turns."""
+"""Ranks that report their computing time in each step; more take turns."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepEnd:
     """What all ranks know of a step.
 
-    loss: of the whole batch.  not_finite: a gradient that is not finite, with its rank; "" if there is none.
-    computed_ns: nanoseconds that each rank computed for when it last told, 0 where it was not measured; () between, as
-    ranks take turns."""
+    loss: of the whole batch, 0-dim on the CPU.  not_finite: a gradient that is not finite, with its rank; "" if none
+    is.  computed_ns: nanoseconds that each rank computed for when it last told, 0 where it was not measured; ()
+    between, as ranks take turns."""
 
-    loss: float
+    loss: torch.Tensor
     not_finite: str
     computed_ns: tuple[float, ...]
 
 
 class StepEnds:
-    """The ends of the steps of one executor."""
+    """The ends of the steps of one executor.  dtype: of the loss."""
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, world: World, dtype: torch.dtype) -> None:
+        self._world, self._dtype = world, dtype
         self._computed: list[float] = []
 
     def end(self, loss: float, not_finite: str | None, computed_ns: int) -> StepEnd:
@@ -42,8 +47,9 @@ class StepEnds:
         computed: tuple[float, ...] = ()
         if len(self._computed) == world.size:
             computed, self._computed = tuple(self._computed), []
+        whole = torch.tensor(total, dtype=self._dtype)
         if not overflow:
-            return StepEnd(total, "", computed)
+            return StepEnd(whole, "", computed)
         names = world.gather_objects(not_finite)
         named = next(f"{name} on rank {rank}" for rank, name in enumerate(names) if name)
-        return StepEnd(total, named, computed)
+        return StepEnd(whole, named, computed)

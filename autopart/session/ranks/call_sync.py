@@ -13,6 +13,7 @@ from autopart.runtime.activity import set_activity
 from autopart.runtime.effects import first_line
 from autopart.runtime.group.world import World
 from autopart.session.ranks.agreement import raise_first
+from autopart.session.ranks.listener import Listener
 
 NAMES = (
     "step", "eval_loss", "predict", "gradients", "clip_grad_norm_", "state_dict", "sync_model", "adopt", "timeline",
@@ -22,9 +23,9 @@ NAMES = (
 END = "the end of the batches"
 """Stands for the signature of a batch where the batches of a rank have ended."""
 STEP_FAILED = "a step failed"
-AS_BEFORE = "Gradients and buffers are as before it"
-_BESIDE = 2.0
-"""Says that a rank's failure is of something beside the calls (`Calls.pending`); 1 is one of the call."""
+_AS_BEFORE = "Gradients and buffers are as before it"
+_OF_A_LISTENER = 2.0
+"""Says, with the place of the listener added, that it returned a rank's failure; 1 is a failure of the call."""
 _ROOM = 128  # counts of a batch that fit into the exchange of a call
 _ALIKE = (4, 6, 7)  # places, in what ranks tell, of what must be equal on all: model version, loss scale, sharded
 _SAME = (*_ALIKE, 8)
@@ -65,24 +66,13 @@ class _Own(NamedTuple):
 class Calls:
     """The collective calls of one rank, numbered, and whether one of them has failed.
 
-    left: what a failure leaves behind, for messages.  pending: returns an error of something that went on beside the
-    calls, None without one; the next call raises it on all ranks, before it does anything.  forget: called on all ranks
-    then, since what the others find later is the same failure.  refused: calls that cannot be made now, by name, with
-    what returns the error that all ranks raise.  broken: told of a failure that ends the pipe: the call that failed,
-    and the error that came first.  looked_at_late: whether ranks tell of calls that they look at only after others; a
-    rank that makes another call then ends the pipe, since the others may wait for it by the time they would see that.
-    """
+    listeners: what hears of them, alike on every rank."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._count = 0
         self._failure = ""
-        self.left = AS_BEFORE
-        self.pending: Callable[[], BaseException | None] = lambda: None
-        self.forget: Callable[[], None] = lambda: None
-        self.refused: dict[str, Callable[[], BaseException]] = {}
-        self.broken: Callable[[str, BaseException], None] = lambda doing, error: None
-        self.looked_at_late = False
+        self.listeners: list[Listener] = []
 
     def enter(
         self,
@@ -114,18 +104,19 @@ class Calls:
         """
         if counts is not None and len(counts) > _ROOM:
             counts = None
-        beside = None if failure is not None else self.pending()
-        failure = failure or beside or (self.refused[name]() if name in self.refused else None)
+        failed = float(failure is not None)
+        for place, error in enumerate([each.before_call(name) for each in self.listeners]):
+            if failure is None and error is not None:
+                failure, failed = error, _OF_A_LISTENER + place
         self._count += 1
         doing = f"call {self._count}: {name}"
-        failed = _BESIDE if beside is not None else float(failure is not None)
         set_activity(doing)
         told = [
             float(NAMES.index(name)), float(self._count), failed, digest_of(signature), digest_of(version), float(rows),
             scale, float(sharded), float(ended),
         ]  # fmt: skip
-        place = needed.index(self._world.rank) if self._world.rank in needed else None
-        reduced = self._world.begin_reducing(_largest(self._world.rank, told, place, counts), [loss])
+        turn = needed.index(self._world.rank) if self._world.rank in needed else None
+        reduced = self._world.begin_reducing(_largest(self._world.rank, told, turn, counts), [loss])
 
         def settled() -> Given:
             set_activity(doing)  # a step may have begun meanwhile
@@ -139,7 +130,7 @@ class Calls:
         most, least, (failing, missing, absent, uncounted) = found[2:9], found[9:16], found[16:20]
         *alike, alike_rows, same = [high in (-low, _NONE) for high, low in zip(most, least, strict=True)]
         if (different := _different_calls(int(found[0]), int(-found[1]))) is not None:
-            raise different if self.looked_at_late else self._world.known(different)
+            raise different if any(each.late for each in self.listeners) else self._world.known(different)
         told, needed, sharded, (ended, signature, rows) = own.told, own.needed, bool(own.told[7]), most[3:6]
         if failing or absent or not (all(alike) and (alike_rows or sharded)):
             self._compared(own, self._world.gather_numbers(told), sharded=sharded)
@@ -155,8 +146,8 @@ class Calls:
     def _compared(self, own: _Own, found: list[list[float]], *, sharded: bool) -> None:
         """Raise how what the ranks were given differs.  found: what each rank told.  Collective."""
         _, failure, needed, version = own
-        if any(row[2] == _BESIDE for row in found):
-            self.forget()
+        for place in {int(row[2] - _OF_A_LISTENER) for row in found if row[2] >= _OF_A_LISTENER}:
+            self.listeners[place].told()
         if any(row[2] for row in found):
             raise_first(self._world, failure, "preparing the batch")
         holders = [rank for rank, row in enumerate(found) if row[3]]
@@ -184,7 +175,8 @@ class Calls:
             first = self._world.end(error)
             if self._world.size > 1 and not self._world.is_known(error):
                 self.note_failure(doing, first)
-                self.broken(doing, first)
+                for each in self.listeners:
+                    each.failed(doing, first)
             if first is error:
                 raise
             raise first from None  # the broken connection only follows from it
@@ -200,6 +192,19 @@ class Calls:
                 self.note_failure(doing, error)
             raise
 
+    def closing(self) -> Exception | None:
+        """Let every listener finish; return the first error, which all ranks find: their weights still come together.
+        Collective if healthy; raises UsageError if ranks make different calls."""
+        found: list[Exception] = []
+        for each in self.listeners:
+            try:
+                each.closing(healthy=self.healthy)
+            except UsageError:
+                raise
+            except Exception as error:
+                found.append(error)
+        return next(iter(found), None)
+
     def note_failure(self, doing: str, error: BaseException) -> None:
         """Note a failure while ranks were running; the first one counts."""
         if not self._failure:
@@ -213,9 +218,10 @@ class Calls:
     def require_healthy(self) -> None:
         """Raise RunError when something failed here while ranks were running."""
         if self._failure:
+            left = next((each.leaves for each in self.listeners if each.leaves), _AS_BEFORE)
             raise RunError(
                 "the pipeline has failed and takes no further step",
-                why=f"{self._failure}; the ranks are no longer connected.  {self.left}",
+                why=f"{self._failure}; the ranks are no longer connected.  {left}",
                 fix="pipe.local_state_dict() still returns this rank's part of the weights; then close the pipe on "
                 "every rank, load a state, and compile the model again",
             )

@@ -143,7 +143,7 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def as_shard(batch: Batch, captured: Captured) -> Batch:
-    """Return the batch as one replica's rows, which do not tell what attention masks hide in the whole batch.
+    """Return the batch as a shard: shortcuts for attention masks are off, since they need the whole batch.
 
     captured: what the pipeline was planned for.
     """

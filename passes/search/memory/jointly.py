@@ -16,9 +16,10 @@ from autopart.passes.graph.cuts import Ints
 from autopart.passes.search.memory.recomputation import recomputed_stage
 from autopart.passes.search.memory.together import Fitted
 from autopart.passes.search.space import SearchSpace
+from autopart.passes.simulation.charges import StageContext
 from autopart.passes.simulation.held import most_bytes
 from autopart.passes.simulation.rank_memory import own_bytes, stages_together
-from autopart.passes.simulation.stage_costs import StageContext, counts_for, stage_contexts
+from autopart.passes.simulation.stage_costs import counts_for, stage_contexts
 
 LEVELS = 12
 """Amounts of activations, as even parts of all, for which the recomputation of a stage is chosen."""

@@ -22,7 +22,8 @@ from itertools import accumulate, pairwise
 from autopart.ir.plan import Stage
 from autopart.ir.size import Size
 from autopart.passes.search.space import SearchSpace
-from autopart.passes.simulation.stage_costs import Estimator, StageContext
+from autopart.passes.simulation.charges import StageContext
+from autopart.passes.simulation.stage_costs import Estimator
 
 Way = tuple[int, list[range]]
 """(bytes kept for all micro-batches in flight and for the largest group, groups of blocks)."""
@@ -118,7 +119,7 @@ def least_recomputed(
         more = [count + 2**step - 1 for step in range((len(order) - count + 1).bit_length())]
         ways = [way for n in more for way in ways_of(n)]
         least_first = [groups for _, groups in sorted(ways, key=lambda way: way[0])]
-        for groups in least_first if everything else _quickest_first(blocks, ways, context.live, limit - fixed):
+        for groups in least_first if everything else _cheapest_first(blocks, ways, context.live, limit - fixed):
             chosen = tuple(tuple(blocks.names[place] for place in group) for group in groups)
             found = replace(stage, recompute=stage.recompute + chosen)
             if estimator.stage(replace(context, stage=found)).peak_bytes <= limit:
@@ -127,10 +128,10 @@ def least_recomputed(
     return replace(stage, recompute=(stage.ops,))
 
 
-def _quickest_first(blocks: StageBlocks, ways: Sequence[Way], live: int, limit: int) -> list[list[range]]:
-    """Return the groups of the ways that seem to fit, the least run again first, then the least kept.
+def _cheapest_first(blocks: StageBlocks, ways: Sequence[Way], live: int, limit: int) -> list[list[range]]:
+    """Return the groups that seem to fit, those with the cheapest recomputation first, then those that keep least.
 
-    Where none fits, it is the way that keeps least.
+    Where none fits, returns the groups that keep least.
     """
     fitting = [_ended_oftener(way, blocks, live, limit) for way in ways if way[0] <= limit]
 

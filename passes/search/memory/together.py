@@ -1,6 +1,6 @@
 """The recomputation of ranks that run several stages, which share a memory.
 
-What a rank can hold for backwards, beside what all its stages need in any case, is divided among its stages in
+What a rank can hold for backwards, after what all its stages need in any case, is divided among its stages in
 proportion to what they would hold without more recomputation.  As what a rank holds at its fullest time is a sum over
 its stages, it then shrinks like they do, whatever the order.  What W keeps does not shrink and blocks are not divided,
 so a few rounds follow that shrink the rest more.

@@ -35,7 +35,7 @@ EFFORT, LISTED_EFFORT = 300_000, 150_000
 ORDERED = 1
 """Plans, of those with listed orders, that get a searched one."""
 SMALL = 20_000
-"""Actions of a step up to which every order is compared, also those that cannot win, to tell what they take."""
+"""Actions of a step up to which every order is compared, also those that cannot win, to report what they take."""
 MOVES = 100_000
 """Computes that may be replayed to make one searched order shorter."""
 PER_STAGE, MOST_BLOCKS = 8, 1024
@@ -54,7 +54,7 @@ class Way(NamedTuple):
 
 
 def ways(request: PlanRequest) -> list[Way]:
-    """Return the orders beside 1F1B's family that a request allows; () for a schedule of that family, or of a user."""
+    """Return the orders outside 1F1B's family that a request allows; () for a schedule of that family, or of a user."""
     stays = request.is_free and (request.prove_seconds > 0 or not request.orders)  # certificates are for the family
     if not (request.schedule == "auto" or is_other(request.schedule)) or stays or request.policy == "turn":
         return []
@@ -62,11 +62,11 @@ def ways(request: PlanRequest) -> list[Way]:
     numbers, found = request.numbers_per_rank, []
     for name in names:
         for placement in (ONE, V, LOOP) if name == SEARCHED else (find(name).placement,):
-            found += [Way(name, number, placement) for number in numbers if _goes(name, number, placement)]
+            found += [Way(name, number, placement) for number in numbers if _supports(name, number, placement)]
     return found
 
 
-def _goes(name: str, per_rank: int, placement: str) -> bool:
+def _supports(name: str, per_rank: int, placement: str) -> bool:
     """Return whether a schedule has an order for this number of stages a rank."""
     if name == "zb-v":
         return per_rank == 2

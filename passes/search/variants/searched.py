@@ -107,8 +107,8 @@ def _ways_of(
 def _fitted(
     space: SearchSpace, decision: Decision, links: tuple[Edge, ...], held: Sequence[int]
 ) -> tuple[Decision, tuple[Estimate, ...], tuple[int, ...]] | None:
-    """Return the decision with as much recomputed as if its stages held this number of micro-batches, its estimates and
-    the bytes that each worker has for what it holds; None if that is nothing."""
+    """Return the decision, with recomputation for this number of micro-batches in flight, its estimates and the bytes
+    that each worker has left for activations; None if it does not fit."""
     estimator, decision = space.costs, replace(decision, schedule="gpipe")
     known = stage_contexts(decision, links, estimator)
     contexts = [replace(context, live=live, counts=()) for context, live in zip(known, held, strict=True)]

@@ -29,7 +29,7 @@ SLICED = 6
 CELLS = 64
 """Places between which a sequence may be cut."""
 EVEN_COUNTS = (2, 4, 8)
-"""Numbers of even slices that are tried beside the dynamic program's."""
+"""Numbers of even slices that are tried in addition to the dynamic program's."""
 EFFORT, LONGEST = 1_500_000, 250_000
 """Actions that may be simulated in all, and of one plan with slices; where more micro-batches fill a longer program,
 slices have nothing left to fill."""

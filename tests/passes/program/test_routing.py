@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.languages.graphs import cluster, graph, graphs, plan_of
 from support.languages.parts import parse_actions, parts_text
@@ -280,6 +280,7 @@ def drawn_parts(p: Decision, g: Graph) -> list[list[str]]:
     return parts
 
 
+@settings(max_examples=25)
 @given(graphs(least=3), st.data())
 def test_each_rank_plays_what_is_drawn(g: Graph, data: st.DataObject) -> None:
     micros, schedule = data.draw(st.integers(1, 5)), data.draw(st.sampled_from(SCHEDULES))

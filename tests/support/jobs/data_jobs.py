@@ -55,13 +55,13 @@ def compare_feeds(name: str, counts: Counts, micros: int, rows: tuple[int, ...])
                 "whole": (batch if pipe.needs_data else None, False),
                 "rows": (own_part(pipe, batch, list(pipe.data_rows(count))), True),
             }
-            if count % len(pipe.session.needing) == 0:
+            if count % len(pipe.session.standing.needing) == 0:
                 feeds["sampler"] = own_part(pipe, batch, sampler_rows(pipe, count)), True
             for way, (given, sharded) in feeds.items():
                 pipe.zero_grad()
                 loss = pipe.step(given, sharded=sharded).item()
                 found.append((f"{way} {count}", difference(loss, pipe.gradients(), {}, expected, dtype)))
-            given = batch if pipe.rank == pipe.session.needing[0] else None
+            given = batch if pipe.rank == pipe.session.standing.needing[0] else None
             evaluated = pipe.eval_loss(given).item()
             reference.eval()
             plain = plain_loss(case, reference, batch).item()

@@ -18,8 +18,16 @@ from torch.utils.data import DataLoader, Dataset
 import autopart
 from autopart.extras.sampler.sampler import Order
 from autopart.ir.errors import UsageError
+from autopart.session.ranks.listener import Listener
 
 SEED = 5
+
+
+class Refusing(Listener):
+    """Refuses every step."""
+
+    def before_call(self, name: str) -> BaseException | None:
+        return UsageError("not now") if name == "step" else None
 
 
 class Numbered(Dataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -169,10 +177,10 @@ def _train(
             number, batch = now.given, (x, y)
             now.given += 1
             if number in drawn.left_out | drawn.retried:
-                pipe.session.calls.refused["step"] = lambda: UsageError("not now")
+                pipe.session.calls.listeners.append(refusing := Refusing())
                 with suppress(UsageError):
                     pipe.step(batch)
-                del pipe.session.calls.refused["step"]
+                pipe.session.calls.listeners.remove(refusing)
             if number not in drawn.left_out:
                 optimizer.zero_grad()
                 now.losses[number] = pipe.step(batch).item()

@@ -43,7 +43,8 @@ def kept(folder: str, memory: str, options: dict[str, Any], ahead: int = 0) -> l
         train(pipe, optimizer, range(1, 3))
         optimizer.zero_grad()
         pipe.steps += ahead * pipe.rank
-        pipe.session.calls.broken(STEP_FAILED, WorkerError("rank 1 ended: its process 1 is gone"))
+        for each in pipe.session.calls.listeners:
+            each.failed(STEP_FAILED, WorkerError("rank 1 ended: its process 1 is gone"))
         pipe.steps -= ahead * pipe.rank
         return train(pipe, optimizer, range(3, 5))
 

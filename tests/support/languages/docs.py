@@ -5,6 +5,7 @@
 A row of a table that begins with a file of benchmarks/results/ and a name in it ends with its median and quartiles.
 A block marked `console` holds commands after "$ " and their exact output. In one marked `console varies` the numbers
 depend on the machine. A file named right before a `python`, `yaml` or `json` block exists when commands run.
+docs/pipe.md is made from docstrings (`pipe_page.py`).
 """
 
 from __future__ import annotations
@@ -66,14 +67,26 @@ def write_files(folder: Path) -> None:
 
 
 def printed(command: str) -> list[str]:
-    """Return the lines a command prints in the current folder, without progress lines and trailing blank lines."""
+    """Return the lines a command prints in the current folder, without progress lines and trailing blank lines.
+
+    A command may end with `> FILE 2> /dev/null`, which leaves none.
+    """
     words = shlex.split(command)
     if words[0] == "cat":
         return Path(words[1]).read_text().splitlines()
     assert words[0] == "autopart", command
-    text = io.StringIO()
-    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text), contextlib.suppress(SystemExit):
+    text, errors, file = io.StringIO(), None, None
+    if words[-2:] == ["2>", "/dev/null"]:
+        words, file, errors = words[:-4], words[-3], io.StringIO()
+    with (
+        contextlib.redirect_stdout(text),
+        contextlib.redirect_stderr(errors or text),
+        contextlib.suppress(SystemExit),
+    ):
         main(words[1:])
+    if file is not None:
+        Path(file).write_text(text.getvalue())
+        return []
     lines = [line for line in text.getvalue().splitlines() if not _PROGRESS.match(line)]
     while lines and not lines[-1].strip():
         lines.pop()
@@ -95,6 +108,9 @@ def shape(line: str) -> str:
 
 
 def _rewrite() -> None:
+    from support.languages.pipe_page import PAGE, page
+
+    PAGE.write_text(page())
     with tempfile.TemporaryDirectory() as folder:
         write_files(Path(folder))
         os.chdir(folder)

@@ -313,7 +313,7 @@ def proxy_call(original: Any, mode: Any, func: Any, pre_dispatch: bool, args: An
 
 
 def tolist(original: Any, tensor: FakeTensor) -> Any:
-    """Return the numbers of a traced tensor, if the batch tells them."""
+    """Return the numbers of a traced tensor, if the batch determines them."""
     mode, asker = proxy_tensor.get_proxy_mode(), _answering.get()
     numbers = asker.sizes.numbers(mode, tensor) if mode is not None and asker is not None else None
     return original(tensor) if numbers is None else numbers

@@ -33,29 +33,29 @@ Written = Callable[..., bool]
 
 
 @dataclass(frozen=True)
-class Part:
+class MaskPart:
     """A mask.  hides: whether True hides a key; else True shows it, or 0 in a mask of numbers."""
 
     node: fx.Node
     hides: bool = False
 
 
-def parts_of(part: Part, written: Written) -> Iterator[Part]:
+def parts_of(part: MaskPart, written: Written) -> Iterator[MaskPart]:
     """Yield the masks, broadcast against each other, that together hide what a mask hides; itself if it has none."""
     node = whole(part.node, written)
-    split = _split(Part(node, part.hides), written)
+    split = _split(MaskPart(node, part.hides), written)
     if split is None:
-        yield Part(node, part.hides)
+        yield MaskPart(node, part.hides)
     for each in split or ():
         yield from parts_of(each, written)
 
 
-def sources_of(part: Part, ask: Ask, written: Written) -> Iterator[Part]:
+def sources_of(part: MaskPart, ask: Ask, written: Written) -> Iterator[MaskPart]:
     """Yield the smallest tensors that show every key if, and only if, a mask does; their shapes say nothing."""
     node = _source(part.node, ask, written)
-    split = _split(Part(node, part.hides), written)
+    split = _split(MaskPart(node, part.hides), written)
     if split is None:
-        yield Part(node, part.hides)
+        yield MaskPart(node, part.hides)
     for each in split or ():
         yield from sources_of(each, ask, written)
 
@@ -73,7 +73,7 @@ def is_hiding(number: Any) -> bool:
     return isinstance(number, (int, float)) and number <= HIDES
 
 
-def _split(part: Part, written: Written) -> list[Part] | None:
+def _split(part: MaskPart, written: Written) -> list[MaskPart] | None:
     """Return the operands that hide together what an op's result hides; None for any other op.
 
     The numbers of the operands count as they were when the op ran: None if one, or the result, is written to later."""
@@ -85,20 +85,24 @@ def _split(part: Part, written: Written) -> list[Part] | None:
         return None
     if node.target in _FILLS and not boolean:
         zeros = args[0].target in _ZEROS and not written(args[0], node)
-        return [Part(args[1], True)] if zeros and is_hiding(args[2]) else None
+        return [MaskPart(args[1], True)] if zeros and is_hiding(args[2]) else None
     operands = all(isinstance(arg, fx.Node) and (arg.meta["val"].dtype is torch.bool) is boolean for arg in args)
     if node.target in _NOT and boolean and operands:
-        return [Part(args[0], not part.hides)]
+        return [MaskPart(args[0], not part.hides)]
     if part.hides:
         return None
     if (node.target in _BOTH and boolean and operands) or (
         node.target is _aten.add.Tensor and not boolean and operands and not node.kwargs
     ):
-        return [Part(args[0]), Part(args[1])]
+        return [MaskPart(args[0]), MaskPart(args[1])]
     pair = bias_and_condition(node)
     if pair is None or pair[1].meta["val"].dtype is not torch.bool:
         return None
-    return [Part(pair[1])] if pair[0].target in _ZEROS and not written(pair[0]) else [Part(pair[1]), Part(pair[0])]
+    return (
+        [MaskPart(pair[1])]
+        if pair[0].target in _ZEROS and not written(pair[0])
+        else [MaskPart(pair[1]), MaskPart(pair[0])]
+    )
 
 
 def whole(node: fx.Node, written: Written) -> fx.Node:

@@ -20,7 +20,7 @@ from autopart.capture.python.reads.late import different_rows
 from autopart.capture.python.reads.mask_parts import (
     HIDES,
     Ask,
-    Part,
+    MaskPart,
     Written,
     bias_and_condition,
     is_constant,
@@ -112,7 +112,7 @@ def _effect(node: fx.Node, pair: tuple[int, int], ask: Ask, written: Written) ->
     Its parts are constants, answered while tracing, and what depends on inputs, such as the padding of keys, which is
     small.
     """
-    parts = list(parts_of(Part(node), written))
+    parts = list(parts_of(MaskPart(node), written))
     constants = [part for part in parts if is_constant(part.node)]
     others = [part for part in parts if part not in constants]
     square = pair[0] == pair[1] > 1
@@ -130,7 +130,7 @@ def _effect(node: fx.Node, pair: tuple[int, int], ask: Ask, written: Written) ->
     return Effect.CAUSAL if ask(_Triangle(pair[0], (False,)), [node]) else Effect.OTHER
 
 
-def _shown(parts: Sequence[Part], ask: Ask, written: Written) -> bool | None:
+def _shown(parts: Sequence[MaskPart], ask: Ask, written: Written) -> bool | None:
     """Return whether masks hide nothing, None if that depends on more than inputs and constants."""
     sources = dict.fromkeys(source for part in parts for source in sources_of(part, ask, written))
     return ask(_AllShown(tuple(source.hides for source in sources)), [source.node for source in sources])

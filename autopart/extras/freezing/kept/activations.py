@@ -221,7 +221,7 @@ class Activations:
 
 def activations_of(session: Session) -> Activations:
     """Return the activations that a session keeps."""
-    return next(step for step in session.batch_steps if isinstance(step, Activations))
+    return next(step for step in session.road.steps if isinstance(step, Activations))
 
 
 def _names_of(samples: Any, batch: Batch) -> Samples | None:

@@ -17,7 +17,7 @@ def layer_norms(session: Session, layers: Sequence[Layer]) -> dict[str, float]:
     Each parameter is counted on the rank that owns it, so replicas and tied copies count once; a parameter that two
     layers share counts in both.  Sends a number for each layer.
     """
-    rank, owners = session.world.rank, session.context.placement.owners
+    rank, owners = session.world.rank, session.standing.context.placement.owners
     squares = {
         name: float(torch.linalg.vector_norm(_dense(tensor.grad), dtype=torch.float64)) ** 2
         for name, tensor in session.tensors.driven.items()

@@ -1,0 +1,353 @@
+"""What a stage is charged, in bytes and nanoseconds: the list `CHARGES`.
+
+An entry is a function of a `Share`: a stage on devices that have equal shares of its rows.  It returns what it adds to
+fields of `Estimate`, by their names, and may read in `Share.sums` what the entries before it have added.  Its docstring
+says what is charged for what, and where that is wrong.  Nothing but an entry adds to an estimate: what the simulator or
+the search know of a stage besides follows from its fields.
+
+Assumed, and wrong where: times and saved bytes of a stage are the sums over its ops; weights, gradients and optimizer
+state stay allocated; the allocator wastes nothing.  Clones count in every stage that runs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import chain
+
+from autopart.ir.cluster import Cluster, Device
+from autopart.ir.device_kinds import DEVICE_KINDS
+from autopart.ir.graph import Graph, Param
+from autopart.ir.plan import Estimate, Stage
+from autopart.ir.program import MESSAGES_AHEAD
+from autopart.ir.shares import largest_share
+from autopart.passes.ops.table import keeps
+from autopart.passes.simulation.slices import share_of
+from autopart.passes.simulation.traffic import Loads
+
+FIELDS = tuple([each.name for each in fields(Estimate)])
+"""What may be charged."""
+
+
+class GraphIndex:
+    """A graph with its ops and its sizes in bytes by name.
+
+    params: all parameters.  trained: trainable ones.  summed: their gradients as replicas sum them.  copies: copies of
+    parameters in another precision.  values: values.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        """O(ops + values + parameters)."""
+        self.graph = graph
+        self.ops = graph.op_map()
+        self.params = {p.name: p.size_bytes for p in graph.params}
+        self.trained = {p.name: p.size_bytes for p in graph.params if p.trainable}
+        self.summed = {p.name: summed_bytes(p) for p in graph.params if p.trainable}
+        self.copies = {p.name: p.copy_bytes for p in graph.params if p.copy_bytes}
+        self.values = {v.name: v.size_bytes for v in graph.values}
+
+    def params_of(self, stage: Stage) -> set[str]:
+        """Return the parameters that a stage uses.  O(uses)."""
+        return set(chain.from_iterable([self.ops[op].params for op in stage.ops]))
+
+    def largest_share(self, stage: Stage) -> int:
+        """Return the bytes of trainable parameters of the replica that owns most of them."""
+        trained = self.params_of(stage) & self.trained.keys()
+        return largest_share([self.trained[name] for name in trained], len(stage.ranks))
+
+    def trained_bytes(self, params: set[str]) -> int:
+        """Return the bytes of the trainable ones among these parameters."""
+        return sum([self.trained[name] for name in params & self.trained.keys()])
+
+    def summed_bytes(self, params: set[str]) -> int:
+        """Return the bytes of these parameters' gradients as replicas sum them."""
+        return sum([self.summed[name] for name in params & self.summed.keys()])
+
+
+def summed_bytes(param: Param) -> int:
+    """Return the bytes of a gradient as replicas sum it: half precision is summed in fp32."""
+    return param.size_bytes * 2 if param.dtype in ("float16", "bfloat16") else param.size_bytes
+
+
+@dataclass(frozen=True)
+class StageContext:
+    """Everything that the estimate of a stage depends on.
+
+    rows: of the largest micro-batch.  live: micro-batches in flight.  first: whether it holds the whole batch.
+    versions: copies of its weights.  in_bytes, out_bytes: received and sent in the forward of a whole micro-batch.
+    back_bytes: of gradients, received and sent.  zero: whether replicas share the optimizer state.  held: with slices
+    of tokens, (tokens in flight at most, tokens of a micro-batch).  counts: where a backward has two parts or a rank
+    several stages, what the stage holds at its fullest times (`held.of_stage`), in micro-batches or tokens.
+    """
+
+    stage: Stage
+    rows: int
+    micros: int
+    live: int
+    first: bool
+    versions: int
+    in_bytes: int
+    out_bytes: int
+    back_bytes: int
+    zero: bool = False
+    held: tuple[int, int] | None = None
+    counts: tuple[tuple[int, int], ...] = ()
+
+    def in_flight_bytes(self, held_bytes: int, kept_bytes: int) -> int:
+        """Return the most bytes that are held for backwards.
+
+        held_bytes, kept_bytes: for a micro-batch, from its forward on, and from I to W.
+        """
+        tokens, of_tokens = self.held or (self.live, 1)
+        if not self.counts:
+            return share_of(held_bytes, tokens, of_tokens)
+        return max(-(-(held * held_bytes + kept * kept_bytes) // of_tokens) for held, kept in self.counts)
+
+
+@dataclass
+class Share:
+    """A stage on devices that have equal shares of its rows: what the entries of `CHARGES` read.
+
+    ranks: of these devices.  whole: the graph at the rows of a whole micro-batch.  types: the types of these devices,
+    each with the graph at their rows.  state_factor, group_ns: as in `Estimator`.  sums: what is charged so far, by
+    field of `Estimate`.  costs: of the stage's ops, for each type.  weights, trained, summed: bytes of its parameters,
+    of the trainable ones, and of gradients as replicas sum them.  updated: of the trainable ones, those that a device
+    updates.  Where replicas take micro-batches in turn, a device has all rows of every r-th one (micros).
+    """
+
+    context: StageContext
+    ranks: Sequence[int]
+    whole: GraphIndex
+    types: Mapping[Device, GraphIndex]
+    cluster: Cluster
+    loads: Loads
+    state_factor: float
+    group_ns: int
+    sums: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FIELDS, 0))
+
+    def __post_init__(self) -> None:
+        """O(uses)."""
+        stage, whole = self.context.stage, self.whole
+        self.stage, self._replica = stage, stage.ranks.index(self.ranks[0])
+        self.micros = -(-self.context.micros // stage.division.period)
+        self.costs = [[index.ops[name].cost for name in stage.ops] for index in self.types.values()]
+        self.used = whole.params_of(stage)
+        self.weights = sum([whole.params[name] for name in self.used])
+        self.copies = sum([whole.copies.get(name, 0) for name in self.used])
+        self.trained, self.summed = whole.trained_bytes(self.used), whole.summed_bytes(self.used)
+        self.updated = whole.largest_share(stage) if self.context.zero else self.trained
+
+    def part(self, amount: int) -> int:
+        """Return the part of these devices in an amount of all rows."""
+        return self.stage.division.part(amount, self._replica)
+
+    @property
+    def in_flight_bytes(self) -> int:
+        """The most bytes that are held for backwards, as charged so far."""
+        return self.context.in_flight_bytes(self.sums["activation_bytes"], self.sums["weight_bytes"])
+
+
+# ---- rates ---------------------------------------------------------------------------------------------------------
+
+
+def optimizer_ns(trained_bytes: int, state_factor: float, device: Device) -> int:
+    """Return the nanoseconds of an optimizer step over parameters of trained_bytes: the weights are read and written,
+    the gradients are read, and those over its state (`DeviceKind`)."""
+    passes = 3 + DEVICE_KINDS[device.kind].state_passes * state_factor
+    return int(trained_bytes * passes * 1e9 / device.reached_bytes_per_s)
+
+
+def copying_ns(size_bytes: int, devices: Sequence[Device]) -> int:
+    """Return the nanoseconds of compute that messages of size_bytes take from the slowest of these devices.
+
+    A GPU's messages overlap with its work.  On a CPU the cores that compute copy each of them twice, to or from the
+    socket, and read and write it each time.
+    """
+    rates = [device.reached_bytes_per_s for device in devices if not DEVICE_KINDS[device.kind].beside]
+    return int(4 * size_bytes * 1e9 / min(rates)) if rates else 0
+
+
+def summing_ns(size_bytes: int, ranks: Sequence[int], cluster: Cluster) -> int:
+    """Return the nanoseconds of compute that an all-reduce of size_bytes takes from the slowest of its ranks.
+
+    A GPU's sums overlap with its work.  On a CPU each rank sends 2 (n - 1) / n of the bytes and receives as many
+    (`copying_ns`), adds half of those, and copies gradients into buckets.
+    """
+    if DEVICE_KINDS[cluster.kind].beside or len(ranks) < 2:
+        return 0
+    passing = 2 * size_bytes * (len(ranks) - 1) // len(ranks)
+    devices = [cluster.devices[rank] for rank in ranks]
+    slowest = min(device.reached_bytes_per_s for device in devices)
+    return copying_ns(2 * passing, devices) + int((1.5 * passing + 2 * size_bytes) * 1e9 / slowest)
+
+
+def redone_ns(group: Sequence[str], index: GraphIndex) -> int:
+    """Return the nanoseconds of running a recomputed group again, up to the last op whose result autograd needs.
+
+    An op of which only the operands are kept need not run for that.  O(group).
+    """
+    total = sum([index.ops[name].cost.fwd_ns for name in group])
+    for name in reversed(group):
+        op = index.ops[name]
+        if op.parts not in ((), (name,)):  # a block
+            return total - op.cost.tail_ns
+        kept = keeps(op.target)
+        total -= op.cost.fwd_ns if kept != "after" else 0
+        if kept:
+            break
+    return total
+
+
+# ---- the charges ---------------------------------------------------------------------------------------------------
+
+Amounts = Mapping[str, int]
+"""What an entry adds, by field of `Estimate`."""
+
+
+def computing(share: Share) -> Amounts:
+    """Charge the times of the ops on the slowest device, what they save for their backwards, and the largest workspace
+    of one of them."""
+    own = share.costs[0]
+    return {
+        "fwd_ns": max([sum([cost.fwd_ns for cost in costs]) for costs in share.costs]),
+        "bwd_ns": max([sum([cost.bwd_ns for cost in costs]) for costs in share.costs]),
+        "flops": sum([cost.flops for cost in own]),
+        "activation_bytes": sum([cost.saved_bytes for cost in own]),
+        "workspace_bytes": max([cost.scratch_bytes for cost in own], default=0),
+    }
+
+
+def split_backward(share: Share) -> Amounts:
+    """Charge what W takes where the backward has two parts, and what a micro-batch keeps from I to W: the inputs and
+    the gradients of its products."""
+    return {
+        "weight_ns": max([sum([cost.weight_ns for cost in costs]) for costs in share.costs]),
+        "weight_bytes": sum([cost.weight_bytes for cost in share.costs[0]]),
+    }
+
+
+def messages(share: Share) -> Amounts:
+    """Charge what is received, kept until the backward; `MESSAGES_AHEAD` messages of each kind under way, and receives
+    posted ahead; and the cores that copy messages.
+
+    Nothing comes back that shows a stage without a backward how far its readers are: all that it sends in a step may be
+    under way.
+    """
+    context, devices = share.context, [*share.types]
+    received, sent = share.part(context.in_bytes), share.part(context.out_bytes)
+    ahead = max(share.micros, MESSAGES_AHEAD) if share.stage.forward_only else MESSAGES_AHEAD
+    return {
+        "fwd_ns": copying_ns(received + sent, devices),
+        "bwd_ns": copying_ns(share.part(context.back_bytes), devices),
+        "activation_bytes": received,
+        "buffer_bytes": MESSAGES_AHEAD * received + ahead * sent,
+    }
+
+
+def recomputation(share: Share) -> Amounts:
+    """Charge for each recomputed group what it keeps, its inputs instead of what its ops save (its outputs are kept by
+    their readers), and a second forward; for the largest what it saves in its own backward.
+
+    The second forward ends with the last op whose result autograd needs (torch.utils.checkpoint stops there): a product
+    at its end, of which only the operands are kept, does not run again.
+    """
+    groups, indices = share.stage.recompute, [*share.types.values()]
+    if not groups:
+        return {}
+    again = max([sum([redone_ns(group, index) for group in groups]) for index in indices])
+    again += share.group_ns * len(groups)
+    ops = [indices[0].ops[name] for name in share.stage.ops]
+    group_of = {name: place for place, group in enumerate(groups) for name in group}
+    writer = {w: group_of.get(op.name, -1) for op in ops for w in op.writes}  # -1: written outside all groups
+    users = [(group_of[op.name], op) for op in ops if op.name in group_of]
+    inputs = {r for group, op in users for r in op.reads if r in writer and writer[r] != group}
+    kept, left_out = sum([indices[0].values[name] for name in inputs]), sum([op.cost.saved_bytes for _, op in users])
+    saved = [sum([indices[0].ops[name].cost.saved_bytes for name in group]) for group in groups]
+    return {"recompute_ns": again, "bwd_ns": again, "activation_bytes": kept - left_out, "workspace_bytes": max(saved)}
+
+
+def weights(share: Share) -> Amounts:
+    """Charge each parameter once, with its copy in another precision (under autocast, made once a step), and its
+    gradient in fp32 at least."""
+    return {"param_bytes": share.weights + share.copies, "state_bytes": share.summed}
+
+
+def weight_versions(share: Share) -> Amounts:
+    """Charge the older weights that asynchronous schedules keep (`Streaming.versions`)."""
+    return {"state_bytes": (share.context.versions - 1) * share.weights}
+
+
+def optimizer(share: Share) -> Amounts:
+    """Charge the optimizer state, and a step at memory speed, before which copies of the weights are cast.
+
+    With ZeRO-1 (`ir.shares.owners_of`) both are those of the largest share.  The weights of a stage without a backward
+    are cast in no time, since it has no optimizer.
+    """
+    state = int(share.updated * share.state_factor)
+    steps = [
+        optimizer_ns(share.updated, share.state_factor, device)
+        + int(share.copies * 3 * 1e9 / device.mem_bytes_per_s)  # each is read, and its copy written
+        for device in share.types
+    ]
+    return {"optimizer_bytes": state, "state_bytes": state, "optimizer_ns": max(steps)}
+
+
+def replica_sums(share: Share) -> Amounts:
+    """Charge the sum of gradients over replicas: two turns of the ring.
+
+    With ZeRO-1 gradients go to their owner and new values come back, one turn each.  Gradients in half precision are
+    summed in fp32 and rounded after the step; activations, workspace and messages are gone by then and make room.
+    """
+    ranks, sums = share.stage.ranks, share.sums
+    if len(ranks) < 2:
+        return {}
+    rounded = (share.summed - share.trained) * share.updated // max(1, share.trained)
+    free = share.in_flight_bytes + sums["workspace_bytes"] + sums["buffer_bytes"]
+    return {
+        "reduce_ns": share.loads.ring(ranks, 2).alone_ns(share.summed) + summing_ns(share.summed, ranks, share.cluster),
+        "buffer_bytes": max(0, rounded - free),
+    }
+
+
+def batch_inputs(share: Share) -> Amounts:
+    """Charge the first stage with the inputs of the whole batch."""
+    if not share.context.first:
+        return {}
+    values = share.whole.values
+    return {"peak_bytes": share.micros * share.part(sum([values[name] for name in share.whole.graph.inputs]))}
+
+
+def at_once(share: Share) -> Amounts:
+    """Charge everything that is allocated at the fullest time of a step, when most is held for backwards.
+
+    Where the backward has two parts that is the most of what F and what I leave together, at any time of the order
+    (`held`).  Ranks with several stages: `rank_memory`.
+    """
+    sums = share.sums
+    standing = sums["param_bytes"] + sums["state_bytes"] + sums["workspace_bytes"] + sums["buffer_bytes"]
+    return {"peak_bytes": standing + share.in_flight_bytes}
+
+
+CHARGES: tuple[Callable[[Share], Amounts], ...] = (
+    computing,
+    split_backward,
+    messages,
+    recomputation,
+    weights,
+    weight_versions,
+    optimizer,
+    replica_sums,  # behind all that may be gone by then
+    batch_inputs,
+    at_once,  # last: the sum of all memory
+)
+"""What is charged, in this order; the module's docstring says what an entry must hold."""
+
+
+def charged(share: Share) -> Estimate:
+    """Return the estimate of a stage on some of its devices: the sums of what `CHARGES` add."""
+    sums, context = share.sums, share.context
+    sums |= {"in_bytes": context.in_bytes, "out_bytes": context.out_bytes, "live": context.live}
+    for charge in CHARGES:
+        for name, amount in charge(share).items():
+            sums[name] += amount
+    return Estimate(**sums)

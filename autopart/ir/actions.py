@@ -12,6 +12,7 @@ slice of a sequence follows the micro-batch: 2F0.1 is the second slice of micro-
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -77,6 +78,8 @@ ACTIONS: dict[str, ActionKind] = {
 """The one table of actions; those that happen once a step are in the order of the program."""
 
 OPTIMIZER = "O"
+HOLDING: Mapping[str, tuple[int, int]] = {"F": (1, 0), "B": (-1, 0), "I": (-1, 1), "W": (0, -1)}
+"""By how many slots a compute changes those of its stage that keep activations, and those that keep what W needs."""
 
 
 def begins_step(kind: str) -> bool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from autopart.ir.actions import COMPUTE, RECEIVE, Action, parse_action
+from autopart.ir.actions import COMPUTE, FORWARD, RECEIVE, Action, parse_action
 from autopart.ir.errors import ProgramError
 
 MOST_SPANS = 60_000
@@ -31,6 +32,19 @@ class Span:
 def computing_ns(spans: Iterable[Span]) -> int:
     """Return the nanoseconds of the computes among spans."""
     return sum(span.ns for span in spans if span.action.is_a.role == COMPUTE)
+
+
+def stage_sums(spans: Iterable[Span]) -> dict[int, tuple[int, int, int]]:
+    """Return by stage the nanoseconds of forwards and of backwards, and of how many micro-batches; each rank's count
+    apart."""
+    taken: dict[int, list[int]] = defaultdict(lambda: [0, 0])
+    micros: dict[int, set[tuple[int, int]]] = defaultdict(set)
+    for span in spans:
+        kind = span.action.is_a
+        if kind.role == COMPUTE:
+            taken[span.action.stage][kind.way != FORWARD] += span.ns
+            micros[span.action.stage].add((span.rank, span.action.micro))
+    return {s: (forward, backward, len(micros[s])) for s, (forward, backward) in taken.items()}
 
 
 @dataclass(frozen=True, slots=True)

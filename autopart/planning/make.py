@@ -39,11 +39,10 @@ from autopart.passes.program.routing import divided_values
 from autopart.passes.program.schedules import find, names, streams
 from autopart.passes.search.space import PlanRequest
 from autopart.passes.simulation.stage_costs import device_types
-from autopart.planning.batch_statistics import batch_statistics, moving
 from autopart.planning.derive.family import ProgramFamily, another_size, capture_family
 from autopart.planning.derive.reduction import WHOLE, BatchRule, loss_reduction, rule_of
 from autopart.planning.derive.token_axis import AskedSlices, asked_slices, sequence_length
-from autopart.planning.no_effect import without_effect
+from autopart.planning.notes import moving, notes_on
 from autopart.planning.restrictions import (
     PlanningTask,
     at_known_sizes,
@@ -243,12 +242,8 @@ def _settled(task: PlanningTask, costs: CostedGraph, plan: Plan, reduction: Loss
             captured = family.captured(size)
             plan = _made_for(plan, captured.graph)
     rule = _rule(plan, captured, family, reduction, task.slices)
-    notes = (*task.notes, *_notes(task.options, plan, captured.graph), *moving(plan, captured.graph, rule.steady))
+    notes = (*task.notes, *notes_on(task.options, plan, captured.graph), *moving(plan, captured.graph, rule.steady))
     return Planned(plan.with_notes(*notes), captured, rule, costs)
-
-
-def _notes(options: Options, plan: Plan, graph: Graph) -> tuple[str, ...]:
-    return (*without_effect(options, plan, graph), *batch_statistics(options, plan, graph))
 
 
 def _with_enough_rows(task: PlanningTask, costs: CostedGraph, plan: Plan) -> tuple[PlanningTask, Plan]:
@@ -288,7 +283,7 @@ def _given(given: Plan, captures: CaptureCache, batch: Batch, cluster: Cluster, 
     splits = (given.micro_rows if not replicated else given.micro_rows * 2,)
     reduction = loss_reduction(family, splits, options.loss_reduction)
     slices = asked_slices(given.decision.token_slices or None, captures, batch, captured.graph.size)
-    noted = given.with_notes(*_notes(options, given, captured.graph))
+    noted = given.with_notes(*notes_on(options, given, captured.graph))
     return Planned(noted, captured, _rule(given, captured, family, reduction, slices))
 
 

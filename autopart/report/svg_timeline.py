@@ -92,7 +92,7 @@ def timeline_svg(timelines: Mapping[str, Timeline], *, width: int = 1200) -> str
     size = f'width="{width}" height="{y + LEGEND:g}" viewBox="0 0 {width} {y + LEGEND:g}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="{TEXT}">'
     back = '<rect width="100%" height="100%" fill="#ffffff"/>'
-    return "\n".join([head, f"<title>{_said(', '.join(timelines))}</title>", back, *parts, "</svg>"]) + "\n"
+    return "\n".join([head, f"<title>{said(', '.join(timelines))}</title>", back, *parts, "</svg>"]) + "\n"
 
 
 def _rows(timeline: Timeline) -> list[_Row]:
@@ -125,7 +125,7 @@ def _panel(name: str, timeline: Timeline, rows: list[_Row], scale: _Scale, y: fl
     """Yield the elements of one timeline, whose top is at y."""
     step_ns = timeline.step_ns or 1
     facts = f"{name}: step {timeline.step_ns / 1e6:.2f} ms, {timeline.bubble:.1%} of the ranks' time without computes"
-    yield f'<g class="timeline"><title>{_said(facts)}</title>'
+    yield f'<g class="timeline"><title>{said(facts)}</title>'
     yield _text(LEFT, y + 14, facts, weight="bold")
     y += TOP
     most = max((row.most for row in rows), default=1) or 1
@@ -179,7 +179,7 @@ def _bar(span: Span, scale: _Scale, y: float, height: float, fill: str) -> str:
     start, end = scale.x(span.start_ns), scale.x(span.end_ns)
     line = 0.4 if end - start > 2 else 0
     taken = f"{span.start_ns / 1e6:.3f} to {span.end_ns / 1e6:.3f} ms"
-    title = f"<title>{_said(f'{span.action}, {span.action.is_a.label}, rank {span.rank}: {taken}')}</title>"
+    title = f"<title>{said(f'{span.action}, {span.action.is_a.label}, rank {span.rank}: {taken}')}</title>"
     place = f'x="{start:.2f}" y="{y:.2f}" width="{max(end - start, 0.3):.2f}" height="{height:.2f}"'
     return (
         f'<rect class="{span.action.kind}" {place} fill="{fill}" stroke="#ffffff" stroke-width="{line}">{title}</rect>'
@@ -196,7 +196,7 @@ def _messages(sends: list[Span], scale: _Scale, y: float, fill: str) -> Iterator
             for s in sends
         )
         busy_ms = sum(s.ns for s in sends) / 1e6
-        title = _said(f"{sends[0].action.is_a.label}: {len(sends)} messages, {busy_ms:.3f} ms")
+        title = said(f"{sends[0].action.is_a.label}: {len(sends)} messages, {busy_ms:.3f} ms")
         yield f'<path class="{sends[0].action.kind}" d="{shape}" fill="{fill}"><title>{title}</title></path>'
 
 
@@ -246,8 +246,9 @@ def _text(
     x: float, y: float, text: str, *, anchor: str = "start", fill: str = "#000000", weight: str = "normal"
 ) -> str:
     how = f'text-anchor="{anchor}" fill="{fill}" font-weight="{weight}"'
-    return f'<text x="{x:.2f}" y="{y:.2f}" {how} pointer-events="none">{_said(text)}</text>'
+    return f'<text x="{x:.2f}" y="{y:.2f}" {how} pointer-events="none">{said(text)}</text>'
 
 
-def _said(text: str) -> str:
+def said(text: str) -> str:
+    """Return a text that can stand in a picture or a page."""
     return escape(printable(text))

@@ -22,19 +22,21 @@ _NUMBERS = int | float | torch.Tensor
 _HOW = ("foreach", "fused", "capturable")
 """Options that say how an update is computed, not what; they stay those of the optimizer that loads."""
 _MADE = "make the optimizer from pipe.parameters() or pipe.named_parameters(), after the last change of the plan"
+_NEEDED = {"optimizer": ("param_groups", "state"), "scheduler": ("load_state_dict",)}
 Optimizers = Sequence[torch.optim.Optimizer]
 GivenOptimizer = torch.optim.Optimizer | Optimizers | None
 """What a call of a user may be given: an optimizer, a list of them, or none."""
 
 
-def optimizers_of(given: Any) -> tuple[torch.optim.Optimizer, ...]:
-    """Return the optimizers that a call was given.  Raises UsageError for anything else."""
+def given_as(kind: str, given: Any) -> tuple[Any, ...]:
+    """Return the objects that a call was given as one, as a list or as none.  kind: "optimizer" or "scheduler".
+    Raises UsageError for anything else."""
     found = tuple(given) if isinstance(given, list | tuple) else () if given is None else (given,)
     for each in found:
-        if not (hasattr(each, "param_groups") and hasattr(each, "state")):
+        if not all(hasattr(each, name) for name in _NEEDED[kind]):
             raise UsageError(
-                f"the optimizer is a {type(each).__name__}",
-                fix="pass an optimizer, or a list of them: (folder, [muon, adamw], [their, schedulers])",
+                f"the {kind} is a {type(each).__name__}",
+                fix=f"pass one {kind}, or a list of them: (folder, [muon, adamw], [their, schedulers])",
             )
     return found
 

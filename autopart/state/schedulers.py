@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from autopart.files.checkpoints.document import Document, SchedulerState
 from autopart.files.checkpoints.values import decoded, encoded
-from autopart.ir.errors import CheckpointError, UsageError
+from autopart.ir.errors import CheckpointError
 from autopart.state.companions import refusal
 from autopart.state.optimizers import Optimizers
 
@@ -30,15 +30,6 @@ class HasState(Protocol):
 
 GivenScheduler = HasState | Sequence[HasState] | None
 """What a call of a user may be given: a scheduler, a list of them, or none."""
-
-
-def schedulers_of(given: Any) -> tuple[HasState, ...]:
-    """Return the schedulers that a call was given.  Raises UsageError for anything else."""
-    found = tuple(given) if isinstance(given, list | tuple) else () if given is None else (given,)
-    for each in found:
-        if not hasattr(each, "load_state_dict"):
-            raise UsageError(f"the scheduler is a {type(each).__name__}", fix="pass a scheduler, or a list of them")
-    return found
 
 
 def scheduler_state(

@@ -237,14 +237,19 @@ def gather_gradients(session: Session) -> dict[str, torch.Tensor | None]:
 
 def gradient_norm(session: Session, norm_type: float) -> float | None:
     """Return the norm of all gradients over all stages, None if no rank has one.  Collective."""
-    world, owners = session.world, session.standing.context.placement.owners
-    norms = [
-        float(torch.linalg.vector_norm(_wide(_elements(gradient)), norm_type))
-        for name, gradient in _gradients_here(session).items()
-        if owners.get(name) == world.rank
-    ]
-    rows = world.gather_numbers([_norm_of(norms, norm_type), float(bool(norms))])
+    norms = list(own_norms(session, norm_type).values())
+    rows = session.world.gather_numbers([_norm_of(norms, norm_type), float(bool(norms))])
     return _norm_of([row[0] for row in rows], norm_type) if any(row[1] for row in rows) else None
+
+
+def own_norms(session: Session, norm_type: float) -> dict[str, float]:
+    """Return the norm of each gradient whose parameter this rank owns, by name: each counts on one rank alone."""
+    rank, owners = session.world.rank, session.standing.context.placement.owners
+    return {
+        name: float(torch.linalg.vector_norm(_wide(_elements(gradient)), norm_type))
+        for name, gradient in _gradients_here(session).items()
+        if owners.get(name) == rank
+    }
 
 
 def _gradients_here(session: Session) -> dict[str, torch.Tensor]:

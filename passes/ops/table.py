@@ -345,6 +345,11 @@ def row_of(target: str) -> OpRow:
     return _ROWS.get(f"{name}.{overload}") or _ROWS.get(name) or OpRow(name, OTHER)
 
 
+def has_row(target: str) -> bool:
+    """Whether the table knows anything about an op."""
+    return row_of(target) != OpRow(op_name(target), OTHER)
+
+
 @lru_cache(maxsize=4096)
 def keeps(target: str) -> str:
     """When an op gives autograd the tensors that it saves: "" never, "before" it runs, or "after", also if unknown."""

@@ -21,7 +21,7 @@ class Pipeline:
     """A pipeline whose computes are to be ordered.  Tuples have an entry for each stage, but room_bytes.
 
     homes: the worker of each stage.  fwd_ns, input_ns, weight_ns: of F, I and W; a stage without time for W runs its
-    backward as a whole, B.  held_bytes: activations of a micro-batch from F on; kept_bytes: of that, from I to W.
+    backward as a whole, B.  held_bytes: activations of a micro-batch from F on; kept_bytes: from I to W, not by B.
     sends, returns: receivers of activations, and of gradients.  room_bytes: for each worker, the most that it may hold.
 
     Assumed, and wrong where: a message takes the same time whatever else is sent; every micro-batch is alike.

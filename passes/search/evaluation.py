@@ -16,9 +16,8 @@ from autopart.passes.program.learning import with_forward_only
 from autopart.passes.program.routing import edges, tied
 from autopart.passes.search.candidate import Candidate
 from autopart.passes.search.layout import in_proportion
-from autopart.passes.search.memory.jointly import fitted_jointly
+from autopart.passes.search.memory.jointly import Fitted, fitted_jointly
 from autopart.passes.search.memory.recomputation import recomputed_stage
-from autopart.passes.search.memory.together import Fitted, fitted_together
 from autopart.passes.search.space import SearchSpace, Watch
 from autopart.passes.simulation.estimate import excess_of, simulated_ns, stage_estimates
 from autopart.passes.simulation.rank_memory import stages_together
@@ -150,8 +149,7 @@ def _fit(space: SearchSpace, decision: Decision, spare_bytes: Sequence[int]) -> 
         if len(stages_together(decision)) == len(decision.stages):
             over = [s for s in every_stage if found.excess[s] > 0]
             return measured(recomputing(found.decision, over, spare_bytes))
-        jointly = fitted_jointly(space, found, measured, spare_bytes)
-        return jointly or fitted_together(found, recomputing, measured, estimator)
+        return fitted_jointly(space, found, measured, spare_bytes)
     return found
 
 

@@ -13,6 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from autopart.ir.actions import HOLDING
 from autopart.passes.graph.cuts import Ints
 from autopart.passes.program.orders import Schedule, Shape, Turn
 from autopart.passes.program.schedules import Pattern, pattern
@@ -20,9 +21,6 @@ from autopart.passes.program.schedules import Pattern, pattern
 Counts = Mapping[tuple[int, ...], Ints]
 """By the stages of a worker, ascending: a row for each different state; of each stage first the slots between F and I,
 then of each stage those between I and W.  With slices of tokens: tokens instead of slots."""
-
-CHANGES: Mapping[str, tuple[int, int]] = {"F": (1, 0), "B": (-1, 0), "I": (-1, 1), "W": (0, -1)}
-"""By how many slots a compute changes the two counts of its stage."""
 
 
 @lru_cache(maxsize=64)
@@ -59,7 +57,7 @@ def _rows(turns: Sequence[Turn], stages: tuple[int, ...], lengths: tuple[int, ..
     changes = np.zeros((len(turns), 2 * len(stages)), dtype=np.int64)
     for row, (kind, stage, unit) in enumerate(turns):
         size = lengths[unit % len(lengths)] if lengths else 1
-        held, kept = CHANGES[kind]
+        held, kept = HOLDING[kind]
         changes[row, column[stage]] = held * size
         changes[row, len(stages) + column[stage]] = kept * size
     return np.unique(np.cumsum(changes, axis=0), axis=0)

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, product
 
-from autopart.ir.actions import ACTIONS, COMPUTE, OPTIMIZER, RECEIVE, SEND, TIED, Action
+from autopart.ir.actions import ACTIONS, COMPUTE, HOLDING, OPTIMIZER, RECEIVE, SEND, TIED, Action
 from autopart.ir.cluster import UNMEASURED, HostCosts
 from autopart.ir.errors import ProgramError
 from autopart.ir.program import BUCKET_BYTES, FIRST_BUCKET_BYTES, Edge, Program
@@ -14,7 +14,6 @@ from autopart.ir.timeline import Span, Timeline
 from autopart.passes.program.linearize import receivers, senders
 from autopart.passes.program.routing import Tied
 from autopart.passes.program.schedules import Pattern
-from autopart.passes.simulation.held import CHANGES
 from autopart.passes.simulation.play import (
     MEETS,
     NO_WIRE,
@@ -186,7 +185,7 @@ def _most_held(actions: Sequence[Action], work: Work) -> int:
         kind = ACTIONS[action.kind]
         if kind.role == COMPUTE:
             part = work.slices[action.slot.slice] if work.slices else work
-            begun, waiting = CHANGES[action.kind]
+            begun, waiting = HOLDING[action.kind]
             held += begun * part.held_bytes[action.stage] + waiting * _of(part.weight_bytes, action.stage)
             most = max(most, held)
     return most

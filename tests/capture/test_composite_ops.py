@@ -1,64 +1,88 @@
-"""What is remembered of torch's composite ops changes no program, and leaves the ops as they were."""
+"""Composite ops that the table does not know are taken apart while tracing: aliases, and what is made of known ops."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.export.exported_program import _collect_all_valid_cia_ops
 
+import autopart
 from autopart.batch.batch import flatten
 from autopart.capture import capture
-from autopart.capture.trace import composite_ops
+from autopart.ir.errors import StageError
+from autopart.ir.size import Size
+from autopart.passes.ops.table import has_row
+
+FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "concat": lambda x: torch.concat([x, x.tanh()], 1),
+    "concatenate": lambda x: torch.concatenate([x, x.tanh()], 1),
+    "hstack": lambda x: torch.hstack([x, x.tanh()]),
+    "row_stack, of vstack, of cat": lambda x: torch.row_stack([x.T, x.T.tanh()]).T,
+    "column_stack": lambda x: torch.column_stack([x, x.tanh()]),
+    "dstack": lambda x: torch.dstack([x, x.tanh()]),
+    "moveaxis and swapaxes": lambda x: x[..., None].moveaxis(1, 2).swapaxes(1, 2),
+    "divide, multiply, subtract": lambda x: torch.divide(torch.multiply(x, x).subtract(x), 2.5),
+    "negative, fix": lambda x: x.negative() + x.fix(),
+    "special_expit": lambda x: torch.special.expit(x),
+    "greater": lambda x: x * x.greater(0.1),
+    "arcsinh": lambda x: x.arcsinh(),
+    "trapezoid": lambda x: x[..., None] * torch.trapezoid(x, dx=0.5, dim=1)[:, None, None],
+    "fliplr": lambda x: x.fliplr() * torch.arange(6.0),
+    "float_power": lambda x: x.float_power(2),
+}
 
 
-class Attention(nn.Module):
-    """Composite ops of several kinds: attention, linear, layer norm, dropout and a loss."""
-
-    def __init__(self) -> None:
+class Net(nn.Module):
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
-        self.qkv, self.norm, self.out = nn.Linear(8, 24), nn.LayerNorm(8), nn.Linear(8, 8)
+        torch.manual_seed(0)
+        self.function, self.linear = function, nn.Linear(6, 6)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return nn.functional.mse_loss(nn.functional.dropout(self.out(mixed), 0.1), x)
+        """Return the loss of a batch."""
+        return self.function(self.linear(x)).square().mean()
 
 
-def captured() -> str:
-    return str(capture(Attention(), flatten(((torch.ones(2, 4, 8),), {}))).graph)
+def step(model: nn.Module, x: torch.Tensor, micro_batches: int) -> tuple[torch.Tensor, dict[str, Any]]:
+    with autopart.compile(
+        model, "cpu:1", sample={"x": x}, micro_batches=micro_batches, costs="analytic", cache=False
+    ) as pipe:
+        return pipe.step({"x": x}), pipe.gradients()
 
 
-def kernels() -> dict[Any, dict[Any, Any]]:
-    captured()  # imports what registers more ops
-    return {op: dict(op.py_kernels) for op in _collect_all_valid_cia_ops()}
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_an_op_that_is_made_of_known_ops_is_exact_in_micro_batches(name: str) -> None:
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+    model, plain = Net(FUNCTIONS[name]), Net(FUNCTIONS[name])
+    expected = plain(x)
+    expected.backward()
+    assert all(has_row(op.target) for op in capture(plain, flatten({"x": x}), size=Size(2)).graph.ops)
+    loss, gradients = step(model, x, micro_batches=2)
+    torch.testing.assert_close(loss, expected.detach())
+    for key, parameter in plain.named_parameters():
+        torch.testing.assert_close(gradients[key], parameter.grad)
 
 
-@pytest.fixture
-def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(composite_ops, "_kernels", {})
+def test_a_random_op_stays_whole_so_that_its_backward_reads_what_its_forward_drew() -> None:
+    def drawn(x: torch.Tensor) -> torch.Tensor:
+        return torch.rrelu(x, 0.25, 0.5, training=True)
+
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+    model = Net(drawn)
+    with torch.no_grad():
+        model.linear.bias.fill_(-100)  # a slope between 0.25 and 0.5 everywhere
+    loss, gradients = step(model, x, micro_batches=1)
+    slope = loss.sqrt() / 100
+    assert 0.25 < slope < 0.5
+    assert -100 * 0.5**2 * 2 < gradients["linear.bias"].sum() < -100 * 0.25**2 * 2
 
 
-@pytest.mark.usefixtures("forgotten")
-def test_a_program_is_captured_alike_the_first_and_the_second_time_and_ops_keep_their_kernels() -> None:
-    before = kernels()
-    programs = [captured() for _ in range(3)]
-    assert programs[0] == programs[1] == programs[2]
-    assert composite_ops._kernels.keys() >= before.keys()
-    assert kernels() == before
+def test_an_op_of_linear_algebra_stays_whole_so_that_its_error_is_not_lost() -> None:
+    def inverse(x: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.inv(x[:, :4].T @ x[:, :4] * 0)
 
-
-@pytest.mark.usefixtures("forgotten")
-def test_kernels_that_were_changed_in_between_are_left_to_torch() -> None:
-    op = torch.ops.aten.linear.default
-    program = captured()
-    op.py_impl(torch._C.DispatchKey.XLA)(lambda *args: None)
-    try:
-        before = kernels()
-        assert captured() == program and kernels() == before
-    finally:
-        del op.py_kernels[torch._C.DispatchKey.XLA]
-        op._dispatch_cache.clear()
-    assert captured() == program
+    with pytest.raises(StageError, match="singular"):
+        step(Net(inverse), torch.randn(4, 6), micro_batches=1)

@@ -34,6 +34,7 @@ FREE: dict[str, Use] = {
     "divided": lambda model, x, n: n / (x + 10) if isinstance(n, (int, float)) else x,
     "in place": lambda model, x, n: x.clone().mul_(n) if isinstance(n, (int, float)) else x,
 }
+BEGIN = {str: "a1", bytes: b"1"}
 READ: dict[str, Use] = {
     "compared": lambda model, x, n: x * 2 if n == model.rare else x,
     "a type of its own": lambda model, x, n: x * 2 if type(n) is int and n == model.rare else x,
@@ -44,7 +45,7 @@ READ: dict[str, Use] = {
     "formatted": lambda model, x, n: x * len(f"{n}"),
     "text": lambda model, x, n: x * (2 if str(n) in ("3", "a1") else 1),
     "attribute": lambda model, x, n: x * getattr(model, f"by_{n}", 1.5),
-    "method": lambda model, x, n: x * (2 if hasattr(n, "startswith") and n.startswith("a1") else 1),
+    "method": lambda model, x, n: x * (2 if isinstance(n, (str, bytes)) and n.startswith(BEGIN[type(n)]) else 1),
     "rounded": lambda model, x, n: x * round(n / 3) if isinstance(n, float) else x,
     "root": lambda model, x, n: x * n**0.5 if isinstance(n, (int, float)) else x,
     "added": lambda model, x, n: x + n if isinstance(n, (int, float)) else x,

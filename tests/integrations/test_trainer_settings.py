@@ -125,7 +125,7 @@ def compare(folder: Path, args: dict[str, Any], near: float = 1e-5) -> None:
         try:
             trainer = made(kind, folder / "run", args, compute_metrics=accuracy, callbacks=[*stopping(args)])
             trainer.train()
-        except (ValueError, KeyError, RuntimeError):
+        except (ValueError, KeyError, TypeError, RuntimeError):  # TypeError: of a scheduler without a drawn argument
             if kind is Watched:
                 return
             raise

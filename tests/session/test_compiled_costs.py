@@ -21,7 +21,7 @@ from autopart.extras.compiled.compiled_costs import compiled_costs
 from autopart.extras.compiled.inductor import Inductor
 from autopart.extras.compiled.saved_bytes import saved_by_call
 from autopart.extras.compiled.segments import segmented
-from autopart.files.caches.compiled_cache import OpCost
+from autopart.files.caches.cost_cache import OpCost
 from autopart.ir.cluster import Device
 from autopart.ir.graph import Graph
 from autopart.ir.size import Size

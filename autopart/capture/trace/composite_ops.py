@@ -1,7 +1,12 @@
-"""What torch does with its composite ops for each decomposition, done once: a third of the capture of a small model.
+"""Composite ops: those that the table of ops knows stay whole, others become what they are made of.
 
-To keep composite ops whole, `run_decompositions` looks through all ops for them and gives each of some 200 a set of
-kernels while it runs, the same every time.  Here both are remembered.
+So an alias (`torch.concat`) becomes the op that it stands for, and what is made of known ops is known.  Two kinds stay
+whole without a row: ops of linear algebra, whose parts return errors as numbers that nothing in the graph would read,
+and random ops, which are called by key and whose parts fill tensors that their backward reads.
+
+What torch does with composite ops for each decomposition is done once: a third of the capture of a small model.  To
+keep them whole, `run_decompositions` looks through all ops for them and gives each of some 200 a set of kernels while
+it runs, the same every time.  Here both are remembered.
 """
 
 from __future__ import annotations
@@ -13,6 +18,8 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_impls import op_implementations_dict
+
+from autopart.passes.ops.table import has_row, op_name
 
 _known: dict[frozenset[str], set[Any]] = {}
 """torch's list of composite ops, by the composite ops that are registered: a library may register more at any time."""
@@ -37,12 +44,17 @@ _kernels: dict[Any, _Kernels] = {}
 
 
 def known_composite_ops(original: Callable[[], set[Any]]) -> set[Any]:
-    """Return torch's list of composite ops that may be kept whole."""
+    """Return those of torch's composite ops that stay whole."""
     registered = frozenset(torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd"))
     if registered not in _known:
         _known.clear()
         _known[registered] = set(original())
-    return set(_known[registered])
+    return {op for op in _known[registered] if _stays_whole(op)}
+
+
+def _stays_whole(op: Any) -> bool:
+    name = str(op)
+    return has_row(name) or torch.Tag.nondeterministic_seeded in op.tags or op_name(name).startswith("linalg_")
 
 
 @contextlib.contextmanager

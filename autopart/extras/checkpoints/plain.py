@@ -24,17 +24,16 @@ from autopart.state.contents import Contents, tied_once
 from autopart.state.extra_state import EXTRA_STATE, give_extra_state, saved_extra_state, warn_of_unsaved
 from autopart.state.optimizers import (
     GivenOptimizer,
+    given_as,
     groups_of,
     joined,
     matched,
-    optimizers_of,
     part_of,
 )
 from autopart.state.schedulers import (
     GivenScheduler,
     saved_schedulers,
     scheduler_state,
-    schedulers_of,
 )
 
 
@@ -49,7 +48,7 @@ def load_into(
     folder: as for `Pipe.load`.  The checkpoint may have been written by a pipe under any plan, or by `save_from`.
     Everything is read and compared with its hash first: after a CheckpointError nothing has changed.
     """
-    optimizers, schedulers = optimizers_of(optimizer), schedulers_of(scheduler)
+    optimizers, schedulers = given_as("optimizer", optimizer), given_as("scheduler", scheduler)
     own, names = _own(model)
     trained = Trained(model)
 
@@ -91,7 +90,7 @@ def save_from(
 
     step: training steps taken, which the pipe goes on counting.  Else as `Pipe.save`.  Raises CheckpointError."""
     require_folder(folder, keep)
-    optimizers, schedulers = optimizers_of(optimizer), schedulers_of(scheduler)
+    optimizers, schedulers = given_as("optimizer", optimizer), given_as("scheduler", scheduler)
     own, names = _own(model)
     part = part_of(optimizers, names) if optimizers else None
     more = {} if part is None else {f"{OPTIMIZER}/{key}/{name}": tensor for (name, key), tensor in part.tensors.items()}

@@ -21,7 +21,7 @@ from autopart.costs.profiler import Program, affordable, made_up_inputs, profile
 from autopart.costs.sources import CostedGraph, auto
 from autopart.extras.compiled.inductor import Inductor
 from autopart.extras.compiled.saved_bytes import saved_by_call
-from autopart.files.caches.compiled_cache import OpCost, find_program, keep_program
+from autopart.files.caches.cost_cache import OpCost, find_program, keep_program
 from autopart.ir.cluster import Device
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Stage

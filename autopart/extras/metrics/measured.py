@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import resource
 import sys
-from collections import defaultdict
 from dataclasses import dataclass
 
 import torch
@@ -13,10 +12,10 @@ import torch
 from autopart.capture import Captured
 from autopart.extras.metrics.meter import DRIFT_STEPS, Meter, Work, differs
 from autopart.extras.metrics.metrics import Metrics
-from autopart.ir.actions import COMPUTE, FORWARD
 from autopart.ir.cluster import Cluster
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan
+from autopart.ir.timeline import computing_ns, stage_sums
 from autopart.passes.ops.model_flops import model_flops
 from autopart.report.page.memory import rank_peaks
 from autopart.session.session import Session
@@ -53,8 +52,8 @@ def measured(
         meter.seconds,
         _peak_bytes(world.device),
         max((span.end_ns for span in meter.spans), default=0),
-        sum(span.end_ns - span.start_ns for span in meter.spans if span.action.is_a.role == COMPUTE),
-        _stage_sums(meter),
+        computing_ns(meter.spans),
+        stage_sums(meter.spans),
     )
     every: list[_Own] = world.gather_objects(own)
     seconds = max(each.seconds for each in every)
@@ -108,17 +107,6 @@ def drift_line(metrics: Metrics, plan: Plan) -> str:
             f"not {said * 1e3:.2f} ms"
         )
     return line + "; pipe.replan() measures again, and continues under a faster plan"
-
-
-def _stage_sums(meter: Meter) -> StageSums:
-    taken: dict[int, list[int]] = defaultdict(lambda: [0, 0])
-    micros: dict[int, set[int]] = defaultdict(set)
-    for span in meter.spans:
-        kind = span.action.is_a
-        if kind.role == COMPUTE:
-            taken[span.action.stage][kind.way != FORWARD] += span.end_ns - span.start_ns
-            micros[span.action.stage].add(span.action.micro)
-    return {s: (forward, backward, len(micros[s])) for s, (forward, backward) in taken.items()}
 
 
 def _stage_means(every: list[_Own], stages: int) -> tuple[tuple[float, float], ...]:

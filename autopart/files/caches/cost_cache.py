@@ -1,4 +1,8 @@
-"""Keep measured times of ops on disk: {"version", "times": {environment: {key: [forward ns, backward ns]}}}.
+"""Keep measured costs of ops on disk.
+
+costs.json: {"version", "times": {environment: {key: [forward ns, backward ns]}}}.  compiled/<key>.json: what was
+measured of a program in compiled code, under a key made from all that the numbers depend on: program, torch, processor
+(`extras.compiled.compiled_costs`).
 
 A file that cannot be read is ignored with a warning and replaced.  A folder that cannot be written to is not
 an error.
@@ -15,14 +19,16 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from autopart.files.caches.kept import make_private, read_kept, write_kept
+from autopart.files.caches.kept import make_private, read_kept, remove_oldest, write_kept
 from autopart.files.json_text import parse_json
-from autopart.files.limits import MAX_OP_NS, MOST_COSTS
+from autopart.files.limits import MAX_INTEGER, MAX_OP_NS, MOST_COSTS, MOST_PLANS
 from autopart.files.reading import validated
 from autopart.files.storage import cache_folder, locked
 
 OpTimes = tuple[int, int]
 """Nanoseconds of forward and backward of one op."""
+OpCost = tuple[int, int, int]
+"""Nanoseconds of the forward and of the backward of an op, and the bytes that it keeps from one to the other."""
 _Times = dict[str, dict[str, OpTimes]]
 _Forward = Annotated[int, Field(gt=0, le=MAX_OP_NS)]
 _Backward = Annotated[int, Field(ge=0, le=MAX_OP_NS)]
@@ -34,6 +40,14 @@ class _File(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     version: Literal[1]
     times: dict[str, dict[str, tuple[_Forward, _Backward]]]
+
+
+class _Program(BaseModel):
+    """The ops of one program, in order."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    version: Literal[2]
+    ops: list[tuple[_Forward, _Backward, Annotated[int, Field(ge=0, le=MAX_INTEGER)]]]
 
 
 def cost_path() -> Path:
@@ -79,3 +93,27 @@ def _parsed(text: str) -> _Times:
     """Return the times in a text.  Raises `unreadable`."""
     parse_json(text)  # the limits of every file, and no key twice
     return validated("holds no times of ops", _File.model_validate_json, text).times
+
+
+def program_path(key: str) -> Path:
+    """Return the file of a program."""
+    return cache_folder() / "compiled" / f"{key}.json"
+
+
+def find_program(key: str) -> tuple[OpCost, ...] | None:
+    """Return what was measured of each op of this program, in order, None if nothing valid is kept."""
+    return read_kept(program_path(key), _parsed_program)
+
+
+def keep_program(key: str, found: tuple[OpCost, ...]) -> None:
+    """Keep what was measured of a program, and remove the oldest programs above `MOST_PLANS`."""
+    path = program_path(key)
+    with suppress(OSError):
+        write_kept(path, json.dumps({"version": 2, "ops": found}))
+        remove_oldest(path.parent, MOST_PLANS)
+
+
+def _parsed_program(text: str) -> tuple[OpCost, ...]:
+    """Return what a text holds.  Raises `unreadable`."""
+    parse_json(text)
+    return tuple(validated("holds no costs of compiled code", _Program.model_validate_json, text).ops)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autopart.ir.actions import COMPUTE, FORWARD
 from autopart.ir.errors import printable
 from autopart.ir.explain import COST_DESCRIPTIONS, rank_spans
 from autopart.ir.graph import module_range
 from autopart.ir.plan import Plan
-from autopart.ir.timeline import Timeline
+from autopart.ir.timeline import Timeline, stage_sums
 from autopart.report.page.words import Cell, change, count, duration, duration_text, memory, memory_text, part, words
 
 
@@ -156,11 +154,6 @@ def provenance(plan: Plan) -> list[tuple[str, str]]:
 
 def stage_times(timeline: Timeline) -> dict[int, tuple[int, int]]:
     """Return the mean nanoseconds of the forward and the backward of a micro-batch, by stage."""
-    taken: dict[tuple[int, bool], int] = defaultdict(int)
-    micros: dict[int, set[tuple[int, int]]] = defaultdict(set)
-    for span in timeline.spans:
-        kind = span.action.is_a
-        if kind.role == COMPUTE:
-            taken[span.action.stage, kind.way == FORWARD] += span.ns
-            micros[span.action.stage].add((span.rank, span.action.micro))
-    return {s: (taken[s, True] // len(own), taken[s, False] // len(own)) for s, own in micros.items()}
+    return {
+        s: (forward // count, backward // count) for s, (forward, backward, count) in stage_sums(timeline.spans).items()
+    }

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
+from autopart.ir.actions import HOLDING
 from autopart.ir.plan import Decision, Estimate, Plan
 from autopart.ir.timeline import Span, read_spans
 
 Curve = tuple[tuple[int, int], ...]
 """(nanoseconds, bytes) where the bytes change; the first at the start of the step."""
-
-CHANGES: Mapping[str, tuple[int, int]] = {"F": (1, 0), "B": (-1, 0), "I": (-1, 1), "W": (0, -1)}
-"""By how many slots a compute changes those that keep activations, and those that keep what W needs."""
 
 
 def memory_curve(spans: Sequence[Span], decision: Decision, estimates: Sequence[Estimate]) -> Curve:
@@ -24,7 +22,7 @@ def memory_curve(spans: Sequence[Span], decision: Decision, estimates: Sequence[
     """
     changes: list[tuple[int, int, int]] = []  # nanoseconds, stage, bytes
     for span in spans:
-        held, kept = CHANGES.get(span.action.kind, (0, 0))
+        held, kept = HOLDING.get(span.action.kind, (0, 0))
         if held or kept:
             known = estimates[span.action.stage]
             size = (held * known.activation_bytes + kept * known.weight_bytes) // decision.slices

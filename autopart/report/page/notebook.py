@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 
-from autopart.ir.errors import printable
 from autopart.ir.explain import summary
 from autopart.ir.plan import Plan
 from autopart.ir.timeline import read_spans
 from autopart.report.page import facts
 from autopart.report.page.words import Cell
 from autopart.report.plan_table import modules_of
-from autopart.report.svg_timeline import timeline_svg
+from autopart.report.svg_timeline import said, timeline_svg
 
 MOST_STAGES, MOST_SPANS = 16, 300
 """What a notebook shows: more stages are counted, longer steps are left to `Plan.report`."""
@@ -33,9 +31,9 @@ def plan_fragment(plan: Plan, *remarks: str) -> str:
     drawn = timeline_svg({"simulated": step}, width=900) if 0 < len(step.spans) <= MOST_SPANS else ""
     return (
         "<div>"
-        + "".join(f"<p>{_said(line)}</p>" for line in lines)
+        + "".join(f"<p>{said(line)}</p>" for line in lines)
         + f"<table><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>"
-        + "".join(f"<p>{_said(remark)}</p>" for remark in remarks)
+        + "".join(f"<p>{said(remark)}</p>" for remark in remarks)
         + f"{drawn}</div>"
     )
 
@@ -43,11 +41,5 @@ def plan_fragment(plan: Plan, *remarks: str) -> str:
 def _row(tag: str, texts: Sequence[str], cells: Sequence[Cell]) -> str:
     """Return a row whose numbers stand to the right."""
     sides = ["left" if cell.exact is None else "right" for cell in cells]
-    inside = (
-        f'<{tag} style="text-align:{side}">{_said(text)}</{tag}>' for text, side in zip(texts, sides, strict=True)
-    )
+    inside = (f'<{tag} style="text-align:{side}">{said(text)}</{tag}>' for text, side in zip(texts, sides, strict=True))
     return f"<tr>{''.join(inside)}</tr>"
-
-
-def _said(text: str) -> str:
-    return html.escape(printable(text))

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 from autopart.ir.decision import Decision, Stage
 from autopart.ir.plan import Estimate
+from autopart.ir.program import Edge
 from autopart.passes.graph.cuts import Ints
 from autopart.passes.search.memory.recomputation import recomputed_stage
-from autopart.passes.search.memory.together import Fitted
 from autopart.passes.search.space import SearchSpace
 from autopart.passes.simulation.charges import StageContext
 from autopart.passes.simulation.held import most_bytes
@@ -23,6 +23,20 @@ from autopart.passes.simulation.stage_costs import counts_for, stage_contexts
 
 LEVELS = 12
 """Amounts of activations, as even parts of all, for which the recomputation of a stage is chosen."""
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A decision over blocks that is not simulated yet.
+
+    links: its edges.  estimates: of its stages.  excess: bytes that each stage needs beyond the memory that it may use,
+    negative where it fits.
+    """
+
+    decision: Decision
+    links: tuple[Edge, ...]
+    estimates: tuple[Estimate, ...]
+    excess: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +49,8 @@ class Choice:
 
 def recomputed_jointly(
     space: SearchSpace, contexts: Sequence[StageContext], fits: Callable[[list[Choice]], bool]
-) -> list[Choice] | None:
-    """Return the choices of the stages of one rank; None if they do not fit with as much recomputed as can be.
+) -> list[Choice]:
+    """Return the choices of the stages of one rank; if nothing fits, those with as much recomputed as can be.
 
     contexts: with the micro-batches that each stage holds as `live`.  fits: whether choices fit the rank.
     O(stages * levels) choices, each made once, and as many calls of `fits`.
@@ -54,7 +68,7 @@ def recomputed_jointly(
             if other.estimate.activation_bytes < menu[at].estimate.activation_bytes
         ]
         if not steps:
-            return None
+            return own
         _, number, place = min(steps)
         picked[number] = place
 
@@ -64,15 +78,14 @@ def fitted_jointly(
     whole: Fitted,
     measured: Callable[[Decision], Fitted],
     spare_bytes: Sequence[int],
-) -> Fitted | None:
-    """Return a decision with what its ranks have to recompute under its own order; None if that is not enough.
+) -> Fitted:
+    """Return a decision with what its ranks have to recompute under its own order; it may still not fit.
 
     whole: without it.  spare_bytes: of each stage, memory to leave free.
     """
     decision, estimator = whole.decision, space.costs
     counts, known = counts_for(decision), stage_contexts(decision, whole.links, estimator)
-    if counts is None:
-        return None
+    assert counts is not None  # an order of several stages a rank has counts of its own
     chosen = [context.stage for context in known]
     for own in stages_together(decision):
         if whole.excess[own[0]] <= 0:
@@ -87,13 +100,9 @@ def fitted_jointly(
             return most + max([e.workspace_bytes for e in estimates]) <= limit
 
         contexts = [replace(known[s], counts=(), held=None) for s in own]
-        found = recomputed_jointly(space, contexts, fits)
-        if found is None:
-            return None
-        for s, choice in zip(own, found, strict=True):
+        for s, choice in zip(own, recomputed_jointly(space, contexts, fits), strict=True):
             chosen[s] = choice.stage
-    fitted = measured(replace(decision, stages=tuple(chosen)))
-    return fitted if max(fitted.excess) <= 0 else None
+    return measured(replace(decision, stages=tuple(chosen)))
 
 
 def _price(context: StageContext, now: Choice, other: Choice) -> tuple[float, int]:

@@ -17,6 +17,9 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from autopart.ir.device_kinds import DEVICE_KINDS
+from autopart.passes.graph.chain import BlockChain
+from autopart.passes.graph.coarsen import coarsen
+from autopart.passes.graph.cuts import forced_bounds, module_span
 from autopart.passes.program.named import SEARCHED
 from autopart.passes.program.orders import LOOP, ONE, V, placed
 from autopart.passes.program.schedules import find, takes_slices
@@ -25,7 +28,6 @@ from autopart.passes.search.evaluation import Evaluation, Search
 from autopart.passes.search.refinement import actions_of
 from autopart.passes.search.space import ORDERS, PER_RANK, PlanRequest, SearchSpace, is_other
 from autopart.passes.search.variants.even_cuts import even_bounds, levelled, shortest_bounds
-from autopart.passes.search.variants.finer import finer_space
 from autopart.passes.search.variants.searched import Ordered, listed_ways, with_order
 
 SHAPES = 4
@@ -84,7 +86,7 @@ def evaluate_orders(search: Search, fine: SearchSpace) -> None:
     search.other_orders = bool(shapes)
     most = max([len(found.candidate.widths) for found in shapes], default=0)
     if PER_RANK[0] * most * PER_STAGE > fine.chain.n:
-        fine = finer_space(fine, min(MOST_BLOCKS, PER_RANK[0] * most * PER_STAGE))
+        fine = _finer(fine, min(MOST_BLOCKS, PER_RANK[0] * most * PER_STAGE))
     _evaluate_named(search, fine, shapes, allowed)
     _evaluate_searched(search, fine, shapes, allowed)
     if not request.is_free:
@@ -197,3 +199,17 @@ def _under(way: Way, found: Evaluation, fine: SearchSpace) -> Iterator[Candidate
     allowed = [bounds for bounds in cuts if bounds is not None and fine.allows(bounds)]
     for bounds in dict.fromkeys(levelled(fine, rows, bounds, homes) for bounds in allowed):
         yield replace(plan, bounds=bounds)
+
+
+def _finer(space: SearchSpace, blocks: int) -> SearchSpace:
+    """Return the space with up to this number of blocks, which can be cut at more places; itself if it has as many.
+
+    O(ops log ops).
+    """
+    if blocks <= space.chain.n or space.chain.n >= len(space.fine.ops):
+        return space
+    request, fine = space.request, space.fine
+    ends = {place for group in request.keep_together() for place in module_span(fine, group)} - {len(fine.ops)}
+    many = coarsen(fine, blocks=blocks, cuts=request.cuts, also=tuple(sorted(ends)))
+    chain = BlockChain(many, space.chain.captured, space.chain.cost_model)
+    return replace(space, chain=chain, costs=space.costs.over(chain), forced=forced_bounds(many, fine, request.cuts))

@@ -127,7 +127,7 @@ def _fitted(
             return sum([count * size for count, size in zip(live, sizes, strict=True)]) <= left(choices, limit)
 
         found = recomputed_jointly(space, [contexts[s] for s in own], fits)
-        if found is None or left(found, limit) <= 0:
+        if not fits(found) or left(found, limit) <= 0:
             return None
         rooms.append(left(found, limit))
         for s, choice in zip(own, found, strict=True):

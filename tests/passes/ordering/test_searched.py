@@ -10,21 +10,23 @@ from itertools import pairwise
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from support.languages.orderings import Case, cases, even
+from support.languages.orderings import Case, cases, chain_text, even
 from support.oracles.order_oracle import best_step_ns
 
 from autopart.ir.decision import check_decision
 from autopart.ir.errors import ProgramError
+from autopart.ir.plan import Decision, Stage
 from autopart.passes.ordering.bound import bound_ns
 from autopart.passes.ordering.lists import RULES, listed
 from autopart.passes.ordering.pipeline import Pipeline
 from autopart.passes.ordering.replay import fits, peak_bytes, replay
 from autopart.passes.ordering.searched import MOVE_EFFORT, Found
 from autopart.passes.program.messages import check_messages
+from autopart.passes.program.named import SEARCHED
 from autopart.passes.program.orders import LOOP, ONE, Shape
 from autopart.passes.program.schedules import find, pattern_of, worker_orders
 from autopart.passes.program.verify import check_program
-from autopart.passes.simulation.simulate import ordered_ns, simulate, step_ns
+from autopart.passes.simulation.simulate import Work, ordered_ns, simulate, step_ns
 
 
 def pipeline_of(case: Case) -> Pipeline:
@@ -69,6 +71,14 @@ def gap(case: Case, effort: int = MOVE_EFFORT) -> float:
     found = case.search(effort)
     assert best is not None and found.bound_ns <= best <= found.step_ns
     return found.step_ns / best - 1
+
+
+def test_a_whole_backward_keeps_nothing_between_its_parts() -> None:
+    """In this memory no backward of stage 0 can be split before the other forward has run."""
+    stages = (Stage(("v0",), (0,)), Stage(("v1",), (1,)))
+    work = Work((1, 1), (2, 1), (1, 0), {}, weight_ns=(1, 0), weight_bytes=(2, 0))
+    case = Case(Decision(2, stages, (1, 1), SEARCHED), chain_text(2), work, (2, 0))
+    assert gap(case) == 0
 
 
 @settings(max_examples=5)

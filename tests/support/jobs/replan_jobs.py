@@ -162,10 +162,10 @@ def moved(dtype: torch.dtype) -> tuple[int, int]:
         sent.extend(tensors[name].nbytes for name, source, _ in routes if source == world.rank)
         real(world, routes, tensors)
 
-    options: dict[str, Any] = {"stages": 2, "replicas": 1, "micro_batches": 2, "master_weights": dtype != torch.float64}
-    with autopart.compile(
-        Tower().to(dtype), "cpu:2", sample=batch(0).to(dtype), costs="analytic", cache=False, **options
-    ) as pipe:
+    own, sample = Tower().to(dtype), batch(0).to(dtype)
+    options: dict[str, Any] = {"costs": "analytic", "cache": False, "master_weights": dtype != torch.float64}
+    begun = autopart.plan(own, "cpu:2", sample=sample, stages=2, replicas=1, cuts=("layers.4",), **options)
+    with autopart.compile(own, "cpu:2", sample=sample, plan=begun, **options) as pipe:
         optimizer = OPTIMIZERS["adamw"](pipe.parameters())
         for step in range(2):
             pipe.zero_grad()

@@ -14,8 +14,8 @@ Variable = cp_model.IntVar
 def best_step_ns(pipeline: Pipeline) -> int | None:
     """Return the nanoseconds of the shortest step of any order, proven; None if none fits in memory.
 
-    Every backward is I and W, or a whole where W takes no time. Micro-batches are alike, so each stage takes them in
-    order.
+    Every backward is I and W, or whole: then it keeps nothing between its parts, and its gradient leaves at its end.
+    Micro-batches are alike, so each stage takes them in order.
     """
     model = cp_model.CpModel()
     taken = {"F": pipeline.fwd_ns, "I": pipeline.input_ns, "W": pipeline.weight_ns}
@@ -24,22 +24,29 @@ def best_step_ns(pipeline: Pipeline) -> int | None:
         + sum(after for way in (*pipeline.sends, *pipeline.returns) for _, after in way) * pipeline.micros
     )
     begin: dict[tuple[str, int, int], Variable] = {}
+    whole = {(s, u): model.new_bool_var(f"{s}B{u}") for s in range(pipeline.stages) for u in range(pipeline.micros)}
     for kind in taken:
         for s in range(pipeline.stages):
             for u in range(pipeline.micros):
                 begin[kind, s, u] = model.new_int_var(0, horizon, f"{s}{kind}{u}")
             for u in range(pipeline.micros - 1):
-                model.add(begin[kind, s, u] + taken[kind][s] <= begin[kind, s, u + 1])
+                in_order = model.add(begin[kind, s, u] + taken[kind][s] <= begin[kind, s, u + 1])
+                if kind == "W":
+                    in_order.only_enforce_if(~whole[s, u], ~whole[s, u + 1])
     for s in range(pipeline.stages):
         for u in range(pipeline.micros):
             for first, then in pairwise("FIW"):
                 model.add(begin[first, s, u] + taken[first][s] <= begin[then, s, u])
             if not pipeline.weight_ns[s]:
-                model.add(begin["I", s, u] + taken["I"][s] == begin["W", s, u])
-            for kind, ways in (("F", pipeline.sends), ("I", pipeline.returns)):
-                for other, after in ways[s]:
-                    model.add(begin[kind, s, u] + taken[kind][s] + after <= begin[kind, other, u])
-    _add_workers(model, pipeline, begin)
+                model.add(whole[s, u] == 1)
+            model.add(begin["I", s, u] + taken["I"][s] == begin["W", s, u]).only_enforce_if(whole[s, u])
+            for other, after in pipeline.sends[s]:
+                model.add(begin["F", s, u] + taken["F"][s] + after <= begin["F", other, u])
+            for other, after in pipeline.returns[s]:
+                model.add(begin["I", s, u] + taken["I"][s] + after <= begin["I", other, u])
+                left = begin["W", s, u] + taken["W"][s] + after
+                model.add(left <= begin["I", other, u]).only_enforce_if(whole[s, u])
+    _add_workers(model, pipeline, begin, whole, horizon)
     step = model.new_int_var(0, horizon, "step")
     model.add_max_equality(step, [start + taken[kind][s] for (kind, s, _), start in begin.items()])
     model.minimize(step)
@@ -51,7 +58,13 @@ def best_step_ns(pipeline: Pipeline) -> int | None:
     return int(solver.objective_value) if status == cp_model.OPTIMAL else None
 
 
-def _add_workers(model: cp_model.CpModel, pipeline: Pipeline, begin: dict[tuple[str, int, int], Variable]) -> None:
+def _add_workers(
+    model: cp_model.CpModel,
+    pipeline: Pipeline,
+    begin: dict[tuple[str, int, int], Variable],
+    whole: dict[tuple[int, int], Variable],
+    horizon: int,
+) -> None:
     """A worker does one compute at a time, and holds no more than it may."""
     taken = {"F": pipeline.fwd_ns, "I": pipeline.input_ns, "W": pipeline.weight_ns}
     for own, room in zip(pipeline.own, pipeline.room_bytes, strict=True):
@@ -59,11 +72,16 @@ def _add_workers(model: cp_model.CpModel, pipeline: Pipeline, begin: dict[tuple[
         model.add_no_overlap(
             [model.new_fixed_size_interval_var(start, taken[kind][s], f"{s}{kind}{u}i") for (kind, s, u), start in mine]
         )
-        times, changes = [], []
-        for (kind, s, _), start in mine:
-            held, kept = pipeline.held_bytes[s], pipeline.kept_bytes[s]
-            change = {"F": held, "I": kept - held, "W": -kept}[kind]
-            times.append(start if change > 0 else start + taken[kind][s])
-            changes.append(change)
-        if sum(change for change in changes if change > 0) > room:
-            model.add_reservoir_constraint(times, changes, 0, room)
+        blocks, sizes = [], []
+        for s, u in [(s, u) for kind, s, u in begin if kind == "F" and s in own]:
+            held, kept, split = pipeline.held_bytes[s], pipeline.kept_bytes[s], ~whole[s, u]
+            parted = begin["I", s, u] + (0 if kept > held else taken["I"][s])
+            done = begin["W", s, u] + taken["W"][s]
+            gone = model.new_int_var(0, horizon, f"{s}gone{u}")
+            model.add(gone == parted).only_enforce_if(split)
+            model.add(gone == done).only_enforce_if(whole[s, u])
+            for first, last, size, there in ((begin["F", s, u], gone, held, True), (parted, done, kept, split)):
+                length = model.new_int_var(0, horizon, f"{s}length{u}")
+                blocks.append(model.new_optional_interval_var(first, length, last, there, f"{s}block{u}"))
+                sizes.append(size)
+        model.add_cumulative(blocks, sizes, room)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
-from autopart.extras.freezing.policies.norms import layer_norms
 from autopart.ir.errors import UsageError
 from autopart.passes.graph.prefixes import Layer, layers_of, prefix_of
 from autopart.session.ranks.agreement import from_rank
 from autopart.session.session import Session
+from autopart.state.state_dict import own_norms
 
 Prefix = int | Collection[str]
 """The number of first layers that are frozen, or their names."""
@@ -48,7 +49,7 @@ class Policy:
         """Return the norm of each layer's gradient, as in one process: over all stages, each parameter once.
         Collective."""
         with pipe.session.call("freeze") as session:
-            return layer_norms(session, self._layers(session))
+            return _layer_norms(session, self._layers(session))
 
     def apply(self, pipe: HasSession, epoch: int) -> bool:
         """Freeze what the rule says for this epoch, and return whether that is another prefix than before.
@@ -61,7 +62,7 @@ class Policy:
         """
         with pipe.session.call("freeze") as session:
             layers = self._layers(session)
-            norms = layer_norms(session, layers)
+            norms = _layer_norms(session, layers)
 
             def decided() -> tuple[frozenset[str], dict[str, float]]:
                 wanted = self._rule(epoch, norms)
@@ -93,6 +94,18 @@ class Policy:
                 _drop_gradient(session, name)
         self._own = (self._own & names) | fresh
         return bool(fresh or again)
+
+
+def _layer_norms(session: Session, layers: Sequence[Layer]) -> dict[str, float]:
+    """Return the 2-norm of each layer's gradient, 0 without any.  Collective; equal on all ranks.
+
+    Replicas and tied copies count once; a parameter that two layers share counts in both.  Sends a number for each
+    layer.
+    """
+    squares = {name: norm**2 for name, norm in own_norms(session, 2.0).items()}
+    own = [math.fsum([squares[name] for name in layer.params if name in squares]) for layer in layers]
+    sums = map(math.fsum, zip(*session.world.gather_numbers(own), strict=True))
+    return {layer.name: math.sqrt(total) for layer, total in zip(layers, sums, strict=True)}
 
 
 def _drop_gradient(session: Session, name: str) -> None:

@@ -32,16 +32,9 @@ from autopart.state.misuse_guards import (
     short_tracebacks,
     without_backward,
 )
-<<<<<<< HEAD
 from autopart.state.module_surface import ModuleSurface
 from autopart.state.scaler import WARN_AFTER, checked_scale, not_finite, refuse_ambiguous, warn_skipped
 from autopart.state.state_dict import empty_foreign, sync_state
-=======
-from autopart.state.optimizers import GivenOptimizer, given_as
-from autopart.state.scaler import WARN_AFTER, checked_scale, not_finite, refuse_ambiguous, warn_skipped
-from autopart.state.schedulers import GivenScheduler
-from autopart.state.state_dict import empty_foreign, sync_state, take_masters
->>>>>>> main
 
 
 @short_tracebacks
@@ -125,67 +118,6 @@ class Pipe(OfExtras, ModuleSurface):
             warn_skipped(overflow)
         return without_backward(loss)
 
-<<<<<<< HEAD
-=======
-    def train(self, mode: Any = True, *, optimizer: Any = None, scheduler: Any = None) -> Any:
-        """Train asynchronously on the batches of an iterable; or set training flags, as a module does.
-
-        `train(batches, optimizer=lambda params: AdamW(params, ...))` returns an iterator of the losses of the batches,
-        in order, for plans with schedule="pipedream" or "pipedream-2bw".  Batches follow each other without a flush, so
-        the pipeline stays full: each stage steps its optimizer as soon as a batch has come back to it, and each batch
-        uses one version of a stage's weights in its forward and its backward.  Losses therefore come some batches late.
-        The loop over the losses is collective, and each rank passes the same number of batches; they may be None where
-        `needs_data` is False.  A few batches are taken ahead.
-
-        optimizer: called on every rank with the list of its parameters; it may return an existing one, or a list.
-        scheduler: called with that optimizer; its result is stepped after every step of the optimizer.  Clipping by a
-        norm over all stages is refused, since all gradients never exist at one time; a rank's optimizer may clip its
-        own.
-
-        Batches in flight come back at the end of the batches, at `flush`, and before every other collective call.  All
-        stages have then made the updates of all batches.
-
-        With r replicas in turn a stage makes one update for r batches, with the mean of their gradients.
-        docs/asynchronous_training.md states which version of the weights a batch uses.  Raises UsageError and
-        RefusedError before the first batch for a plan or model that cannot be trained like this, and what `step` raises
-        while running.
-
-        `train()` and `train(mode)` with a bool set the training flags of the model on this rank.
-        """
-        if optimizer is None and isinstance(mode, bool):
-            return super().train(mode)
-        if not callable(optimizer) or isinstance(optimizer, torch.optim.Optimizer):
-            raise UsageError(
-                "pipe.train(batches) was given no function that makes an optimizer",
-                why="the optimizer of each rank is stepped while batches are in flight",
-                fix="pipe.train(batches, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3))",
-            )
-        session = self.session
-        require_stream(session.plan, session.graph, self._options, blocking=session.world.carrier is not None)
-        if self._training is not None:
-            self._training.end("another call of pipe.train")
-            session.calls.listeners.remove(self._training)
-        made = optimizer([parameter for _, parameter in self.named_parameters()])
-        following = scheduler(made) if scheduler is not None else None
-        paced = following if isinstance(following, list | tuple) else [] if following is None else [following]
-        update = partial(_stepped, [*given_as("optimizer", made), *paced])
-        self._training = Training(session, self._position, lambda: self._steps, self._count_step, update)
-        session.calls.listeners.append(self._training)
-        return (without_backward(loss) for loss in self._training.losses(mode))
-
-    def flush(self) -> None:
-        """Wait until all batches that entered in `train` have come back and all stages have made their updates.
-        Collective; does nothing if no batch is in flight."""
-        session = self.session
-        with session.calls.collective("a flush failed"):
-            if self._training is not None:
-                self._training.flush()
-
-    def _count_step(self) -> None:
-        self._steps += 1
-        self._mark_trained()
-
->>>>>>> main
     def eval_loss(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the loss of a batch with the model in eval mode, without gradients.  Only the first rank of the first
         stage needs the batch; others may pass None."""
@@ -199,81 +131,7 @@ class Pipe(OfExtras, ModuleSurface):
         not tensors are left out of the result.
         """
         with outside_inference_mode():
-<<<<<<< HEAD
             return self._core.session.predict((args, kwargs))
-=======
-            return self.session.predict((args, kwargs))
-
-    # -- checkpoints ---------------------------------------------------------------------------------------------
-
-    def save(
-        self,
-        folder: str | os.PathLike[str],
-        optimizer: GivenOptimizer = None,
-        scheduler: GivenScheduler = None,
-        extra: Any = None,
-        *,
-        keep: int | None = None,
-        wait: bool = True,
-    ) -> Path:
-        """Save a checkpoint from all ranks, and return its folder, `folder/step-00000010` after ten steps.  Collective.
-
-        Every rank writes its own part to a folder that all ranks see; no rank gathers the model.  The folder has the
-        weights in safetensors by their original names, with the index of Hugging Face's loaders, and
-        `checkpoint.json`.  It appears under its name only when it is complete; a crash at any time leaves the previous
-        one.  Gradients are not saved: call it after `optimizer.step()`.
-
-        optimizer: this rank's, or a list of them; the state is saved under the parameters' names.  scheduler: a
-        learning rate scheduler, or a list of them, alike on every rank.  extra: numbers, texts, lists and dicts; those
-        of rank 0 are saved.  keep: delete all but the newest `keep` checkpoints afterwards.  wait: False copies the
-        state to host memory and writes it in the background; a failure there is raised by the next call on all ranks,
-        and `close` waits.
-
-        Raises CheckpointError on all ranks; the pipe and earlier checkpoints are then as before.
-        """
-        require_folder(folder, keep)
-        self._follow(kept := Kept(folder, given_as("optimizer", optimizer), given_as("scheduler", scheduler), extra))
-        with self.session.call("save") as session:
-            request = Request(Path(folder), extra, keep, wait)
-            return self._saver.save(session, self._around(kept), request)
-
-    def load(
-        self,
-        folder: str | os.PathLike[str],
-        optimizer: GivenOptimizer = None,
-        scheduler: GivenScheduler = None,
-        *,
-        missing_ok: bool = False,
-    ) -> Any:
-        """Load the newest checkpoint of a folder, or the one whose folder this is, and return its `extra`.  Collective.
-
-        The plan may differ from the one that was saved: stages, replicas, ranks, slices, ZeRO, precision.  Each rank
-        reads its own part.  Weights, buffers, masters, `steps`, the loss scale, and the state of the optimizer and the
-        scheduler become those of the checkpoint; gradients become None.  Everything is read and compared with its hash
-        on all ranks first: after a CheckpointError nothing has changed.
-
-        missing_ok: True to change nothing and return None, instead of raising, if rank 0 finds no checkpoint there.
-        """
-        require_folder(folder, None)
-        kept = Kept(folder, given_as("optimizer", optimizer), given_as("scheduler", scheduler))
-        with self.session.call("load") as session:
-            document, extra = self._saver.load(session, folder, self._around(kept), missing_ok=missing_ok)
-        if document is not None:
-            self._steps = document.step
-            if document.scaler is not None:
-                self._scaler.load_state_dict(document.scaler)
-        self._follow(replace(kept, extra=extra))
-        return extra
-
-    def _around(self, kept: Kept) -> Around:
-        scaler = self.scaler.state_dict() if self.scaler is not None else None
-        return Around(self._steps, scaler, kept.optimizers, kept.schedulers, self.companions, self._placeholder)
-
-    def _follow(self, kept: Kept) -> None:
-        self._rescue.follow(kept, self.session)
-
-    # -- what it is ----------------------------------------------------------------------------------------------
->>>>>>> main
 
     def timeline(self, *args: Any, sharded: bool = False, **kwargs: Any) -> Timeline:
         """Run a training step as `step` does, and return what every rank did in it, in nanoseconds, on every rank.

@@ -35,7 +35,7 @@ def noting(speeds: Speeds, *computed_ns: float, steps: int = SKIPPED + WINDOW) -
 
 
 def following(*rates: int) -> Speeds:
-    speeds = Speeds()
+    speeds = Speeds(cluster(*rates))
     speeds.follow(plan(*(Stage((f"op{rank}",), (rank,)) for rank in range(len(rates)))), cluster(*rates))
     return speeds
 
@@ -77,7 +77,7 @@ def test_a_rank_that_was_judged_is_named_again_only_for_a_change() -> None:
 
 
 def test_a_plan_for_the_slow_device_expects_it_to_be_slow() -> None:
-    speeds = Speeds()
+    speeds = Speeds(cluster(*rates))
     machines = slowed(cluster(8, 8), (1.0, 4.0))
     assert [device.flops_per_s for device in machines.devices] == [8, 2]
     assert machines.devices[1].rates == (("float32", 2),) and machines.devices[1].mem_bytes_per_s == 2

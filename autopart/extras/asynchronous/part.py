@@ -13,7 +13,7 @@ from autopart.extras.asynchronous.training import Training
 from autopart.ir.errors import UsageError
 from autopart.state.core import Core, Part
 from autopart.state.misuse_guards import without_backward
-from autopart.state.optimizers import optimizers_of
+from autopart.state.optimizers import given_as
 
 
 class Asynchronous(Part):
@@ -65,7 +65,7 @@ class Asynchronous(Part):
         made = optimizer([parameter for _, parameter in self.core.named_parameters()])
         following = scheduler(made) if scheduler is not None else None
         paced = following if isinstance(following, list | tuple) else [] if following is None else [following]
-        update = partial(_stepped, [*optimizers_of(made), *paced])
+        update = partial(_stepped, [*given_as("optimizer", made), *paced])
         self.training = Training(self.core, update)
         session.calls.listeners.append(self.training)
         return (without_backward(loss) for loss in self.training.losses(mode))

@@ -13,8 +13,8 @@ from autopart.extras.checkpoints.saver import Request, Saver, require_folder
 from autopart.session.ranks.listener import Listener
 from autopart.state.around import Around
 from autopart.state.core import Core, Part
-from autopart.state.optimizers import GivenOptimizer, optimizers_of
-from autopart.state.schedulers import GivenScheduler, schedulers_of
+from autopart.state.optimizers import GivenOptimizer, given_as
+from autopart.state.schedulers import GivenScheduler
 
 
 class Checkpoints(Part):
@@ -50,7 +50,7 @@ class Checkpoints(Part):
         Raises CheckpointError on all ranks; the pipe and earlier checkpoints are then as before.
         """
         require_folder(folder, keep)
-        self._follow(kept := Kept(folder, optimizers_of(optimizer), schedulers_of(scheduler), extra))
+        self._follow(kept := Kept(folder, given_as("optimizer", optimizer), given_as("scheduler", scheduler), extra))
         with self.core.session.call("save") as session:
             request = Request(Path(folder), extra, keep, wait)
             return self.saver.save(session, self.around(kept), request)
@@ -73,7 +73,7 @@ class Checkpoints(Part):
         missing_ok: True to change nothing and return None, instead of raising, if rank 0 finds no checkpoint there.
         """
         require_folder(folder, None)
-        kept = Kept(folder, optimizers_of(optimizer), schedulers_of(scheduler))
+        kept = Kept(folder, given_as("optimizer", optimizer), given_as("scheduler", scheduler))
         with self.core.session.call("load") as session:
             document, extra = self.saver.load(session, folder, self.around(kept), missing_ok=missing_ok)
         if document is not None:

@@ -12,13 +12,8 @@ from autopart.ir.errors import UsageError
 from autopart.ir.plan import Plan
 from autopart.session.session import Preparing
 from autopart.state.contents import driven_names
-<<<<<<< HEAD:autopart/extras/freezing/part.py
 from autopart.state.core import Part
-from autopart.state.optimizers import GivenOptimizer, optimizers_of
-=======
-from autopart.state.misuse_guards import short_tracebacks
 from autopart.state.optimizers import GivenOptimizer, given_as
->>>>>>> main:autopart/pipe/plan.py
 
 
 class Replanning(Part):
@@ -67,16 +62,9 @@ class Replanning(Part):
         """
         if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 0):
             raise UsageError(f"steps is {steps!r}", fix="pass how many training steps remain")
-<<<<<<< HEAD:autopart/extras/freezing/part.py
         session = self.core.session
-        sizes = state_bytes_of(optimizers_of(optimizer), driven_names(session, self.core.placeholder))
+        sizes = state_bytes_of(given_as("optimizer", optimizer), driven_names(session, self.core.placeholder))
         found = replan(session, self.core.now(), steps, sizes, self._preparing(optimizer), cache)
-=======
-        sizes = state_bytes_of(given_as("optimizer", optimizer), driven_names(self.session, self._placeholder))
-        slowness = self._speeds.judge()
-        machines = slowed(self._cluster, slowness)
-        found = replan(self.session, machines, steps, sizes, self._preparing(optimizer), cache)
->>>>>>> main:autopart/pipe/plan.py
         if found.adopted:
             self.core.replanned()
         return found

@@ -34,6 +34,7 @@ from common import Spread, ratio, spread, write
 from torch import nn
 
 import autopart
+from autopart.extras.checkpoints.part import Checkpoints
 
 CLUSTER = "cpu:2"
 MOST_LONGER, MOST_COPIES, LEAST_OF_DD, MOST_VERIFY_S = 1.05, 1.1, 0.80, 3.0
@@ -96,7 +97,8 @@ def blocks(setting: Setting, folder: str, steps: int) -> Iterator[tuple[Callable
                     began = time.perf_counter()
                     pipe.save(folder, optimizer, keep=1, wait=False)
                     calls.append(time.perf_counter() - began)
-            pipe._saver.settle(pipe.session)  # what is not written yet belongs to this block; nothing without a save
+            # what is not written yet belongs to this block; nothing without a save
+            pipe._core.part(Checkpoints).saver.settle(pipe.session)
 
         block(False)
         yield (

@@ -93,6 +93,7 @@ PARTS = {
         "e2e/test_losses.py",
         "e2e/test_training.py",
         "test_examples.py",
+        "test_extras.py",
         "test_example_scripts.py",
         "test_planning.py",
         "benchmarks",

@@ -84,6 +84,33 @@ def test_files_and_functions_are_short(path):
             assert length <= FUNCTION_LINES, f"{node.name} has {length} lines"
 
 
+METHODS, DEPTH = 20, 2
+LARGE = {
+    "Monitor", "PipelineMixin", "StageCostTables", "World", "_Writer",
+}  # fmt: skip
+"""Classes with more methods than a class should have.  A name may leave this list, and none may enter."""
+DEEP: set[str] = set()
+"""Classes below others that lie below others, apart from errors.  None may enter."""
+
+
+def test_classes_are_small_and_not_made_of_layers():
+    classes = [n for path in SOURCES for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ClassDef)]
+    bases: dict[str, set[str]] = {}
+    for each in classes:
+        bases.setdefault(each.name, set()).update(ast.unparse(base).split("[")[0] for base in each.bases)
+
+    def chain(name: str) -> int:
+        """Return how many of our classes lie above each other, 0 for an error."""
+        if name.endswith(("Error", "Warning", "Exception")):
+            return 0
+        above = [chain(base) for base in bases[name] if base in bases or base.endswith("Error")]
+        return 0 if 0 in above else 1 + max(above, default=0)
+
+    large = {each.name for each in classes if sum(isinstance(m, ast.FunctionDef) for m in each.body) > METHODS}
+    assert large == LARGE
+    assert {name for name in bases if chain(name) > DEPTH} == DEEP
+
+
 @pytest.mark.parametrize("path", CODE, ids=_name)
 def test_every_file_has_a_docstring(path):
     assert ast.get_docstring(ast.parse(path.read_text()))

@@ -5,46 +5,40 @@ Methods that move data between ranks are collective: call them on all ranks, in 
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from autopart.capture import CaptureCache
-from autopart.extras.asynchronous.limits import refuse_in_training, require_stream
-from autopart.extras.asynchronous.training import Training
-from autopart.extras.checkpoints.rescue import Kept, Rescue
-from autopart.extras.checkpoints.saver import Request, Saver, require_folder
-from autopart.extras.sampler.sampler import DataPosition, PositionedSampler, sampler_of
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import UsageError
-from autopart.ir.timeline import Timeline
+from autopart.ir.timeline import Span, Timeline
 from autopart.options import Options
-from autopart.pipe.measured import PipeMeasured, gathered
+from autopart.pipe.facts import Facts
+from autopart.pipe.forward import fact, verb
+from autopart.pipe.rows import EXTRAS, OfExtras
+from autopart.pipe.state import State
+from autopart.report.page.notebook import plan_fragment
+from autopart.runtime.group.world import World
 from autopart.session.lists import Samples
-from autopart.session.session import Session
-from autopart.session.step.data import Arguments, own_rows
-from autopart.session.step.parts import micro_cut
-from autopart.state.around import Around
+from autopart.state.core import Core
 from autopart.state.misuse_guards import (
     outside_inference_mode,
+    refuse_in_training,
     refuse_without_gradients,
     short_tracebacks,
-    watch_optimizers,
     without_backward,
 )
-from autopart.state.optimizers import GivenOptimizer, given_as
+from autopart.state.module_surface import ModuleSurface
 from autopart.state.scaler import WARN_AFTER, checked_scale, not_finite, refuse_ambiguous, warn_skipped
-from autopart.state.schedulers import GivenScheduler
-from autopart.state.state_dict import empty_foreign, sync_state, take_masters
+from autopart.state.state_dict import empty_foreign, sync_state
 
 
 @short_tracebacks
-class Pipe(PipeMeasured):
+class Pipe(OfExtras, ModuleSurface):
     """A planned, running training pipeline; made by `autopart.compile`.
 
     With a sample it is planned at once, without one at the first `step`.  It is a context manager; `close` ends it.
@@ -56,30 +50,17 @@ class Pipe(PipeMeasured):
     """
 
     def __init__(self, captures: CaptureCache, cluster: Cluster, options: Options, sample: Any = None) -> None:
-        super().__init__(captures, cluster, options)
-        self._unwatch: Callable[[], None] = lambda: None
-        self._saver, self._rescue = Saver(), Rescue(self._around)
-        self._position = DataPosition()
-        self.companions["data"] = self._position
+        self._core = core = Core(captures, cluster, options)
+        self.companions = core.companions
+        core.add((Facts, State, *EXTRAS))
         if sample is not None:
-            self._bring_up(((sample,), {}))
+            core.bring_up(((sample,), {}))
         elif first := captures.trained.without_values:  # an optimizer made before the first step would drive it
             raise UsageError(
                 f"{first} is on the meta device, and compile was given no sample",
                 why="this rank's part of the model has to exist before an optimizer is made for it",
                 fix="pass sample=batch to compile, and weights=",
             )
-
-    def _bring_up(self, arguments: Arguments, *, sharded: bool = False) -> Session:
-        session = Session(self._captures, self._cluster, self._options)
-        session.calls.listeners += [self._saver, self._rescue, self._speeds]
-        session.bring_up(arguments, sharded=sharded)
-        self._session = session
-        take_masters(session, self._restored)
-        self._unwatch = watch_optimizers(
-            session.world.size, lambda: session.tensors, lambda: {id(p) for _, p in self.named_parameters()}
-        )
-        return session
 
     # -- running -------------------------------------------------------------------------------------------------
 
@@ -111,96 +92,37 @@ class Pipe(PipeMeasured):
         In fp16 the loss is scaled for the backward (`scaler`), and gradients are unscaled afterwards.  If one is not
         finite, no gradient is added and `skipped` is True: skip `optimizer.step()` then.
         """
-        self._require_open()
+        core = self._core
+        core.require_open()
         refuse_without_gradients()
-        factor = checked_scale(scale, self._captures.model, by_keywords=not args)
-        refuse_ambiguous("samples", samples, self._captures.model, by_keywords=not args)
-        session = self._session or self._bring_up((args, kwargs), sharded=sharded)
+        factor = checked_scale(scale, core.model, by_keywords=not args)
+        refuse_ambiguous("samples", samples, core.model, by_keywords=not args)
+        session = core.running or core.bring_up((args, kwargs), sharded=sharded)
         refuse_in_training(session.plan, "pipe.step(batch)")
-        scaler, how = self.scaler, self._options.non_finite
+        scaler, how = core.scaler, core.options.non_finite
         known = 1.0 if scaler is None else scaler.scale
         unscaled = known if scaler is not None or how != "auto" else None
-        with self._meter.step(session), self._position.counting(*args, *kwargs.values()):
+        with core.around_step(session, (*args, *kwargs.values())):
             end = session.loss(
-                "step", (args, kwargs), self._steps, sharded=sharded, scale=known * factor, unscaled=unscaled,
+                "step", (args, kwargs), core.steps, sharded=sharded, scale=known * factor, unscaled=unscaled,
                 samples=samples,
             )  # fmt: skip
         loss, overflow = end.loss, end.not_finite
-        self._meter.loss = loss
-        self._steps += 1
-        self._mark_trained()
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if overflow else 0
+        core.count_step()
+        core.skipped = core.skipped + 1 if overflow else 0
         if scaler is not None:
             scaler.update(finite=not overflow)
         if overflow and how == "raise":
             raise session.world.known(not_finite(overflow, known))
-        if self._skipped_in_a_row == WARN_AFTER:
+        if core.skipped == WARN_AFTER:
             warn_skipped(overflow)
         return without_backward(loss)
-
-    def train(self, mode: Any = True, *, optimizer: Any = None, scheduler: Any = None) -> Any:
-        """Train asynchronously on the batches of an iterable; or set training flags, as a module does.
-
-        `train(batches, optimizer=lambda params: AdamW(params, ...))` returns an iterator of the losses of the batches,
-        in order, for plans with schedule="pipedream" or "pipedream-2bw".  Batches follow each other without a flush, so
-        the pipeline stays full: each stage steps its optimizer as soon as a batch has come back to it, and each batch
-        uses one version of a stage's weights in its forward and its backward.  Losses therefore come some batches late.
-        The loop over the losses is collective, and each rank passes the same number of batches; they may be None where
-        `needs_data` is False.  A few batches are taken ahead.
-
-        optimizer: called on every rank with the list of its parameters; it may return an existing one, or a list.
-        scheduler: called with that optimizer; its result is stepped after every step of the optimizer.  Clipping by a
-        norm over all stages is refused, since all gradients never exist at one time; a rank's optimizer may clip its
-        own.
-
-        Batches in flight come back at the end of the batches, at `flush`, and before every other collective call.  All
-        stages have then made the updates of all batches.
-
-        With r replicas in turn a stage makes one update for r batches, with the mean of their gradients.
-        docs/asynchronous_training.md states which version of the weights a batch uses.  Raises UsageError and
-        RefusedError before the first batch for a plan or model that cannot be trained like this, and what `step` raises
-        while running.
-
-        `train()` and `train(mode)` with a bool set the training flags of the model on this rank.
-        """
-        if optimizer is None and isinstance(mode, bool):
-            return super().train(mode)
-        if not callable(optimizer) or isinstance(optimizer, torch.optim.Optimizer):
-            raise UsageError(
-                "pipe.train(batches) was given no function that makes an optimizer",
-                why="the optimizer of each rank is stepped while batches are in flight",
-                fix="pipe.train(batches, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3))",
-            )
-        session = self.session
-        require_stream(session.plan, session.graph, self._options, blocking=session.world.carrier is not None)
-        if self._training is not None:
-            self._training.end("another call of pipe.train")
-            session.calls.listeners.remove(self._training)
-        made = optimizer([parameter for _, parameter in self.named_parameters()])
-        following = scheduler(made) if scheduler is not None else None
-        paced = following if isinstance(following, list | tuple) else [] if following is None else [following]
-        update = partial(_stepped, [*given_as("optimizer", made), *paced])
-        self._training = Training(session, self._position, lambda: self._steps, self._count_step, update)
-        session.calls.listeners.append(self._training)
-        return (without_backward(loss) for loss in self._training.losses(mode))
-
-    def flush(self) -> None:
-        """Wait until all batches that entered in `train` have come back and all stages have made their updates.
-        Collective; does nothing if no batch is in flight."""
-        session = self.session
-        with session.calls.collective("a flush failed"):
-            if self._training is not None:
-                self._training.flush()
-
-    def _count_step(self) -> None:
-        self._steps += 1
-        self._mark_trained()
 
     def eval_loss(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the loss of a batch with the model in eval mode, without gradients.  Only the first rank of the first
         stage needs the batch; others may pass None."""
         with outside_inference_mode():
-            return without_backward(self.session.loss("loss", (args, kwargs)).loss)
+            return without_backward(self._core.session.loss("loss", (args, kwargs)).loss)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the model returns in eval mode for this batch, on every rank, on the CPU.
@@ -209,77 +131,7 @@ class Pipe(PipeMeasured):
         not tensors are left out of the result.
         """
         with outside_inference_mode():
-            return self.session.predict((args, kwargs))
-
-    # -- checkpoints ---------------------------------------------------------------------------------------------
-
-    def save(
-        self,
-        folder: str | os.PathLike[str],
-        optimizer: GivenOptimizer = None,
-        scheduler: GivenScheduler = None,
-        extra: Any = None,
-        *,
-        keep: int | None = None,
-        wait: bool = True,
-    ) -> Path:
-        """Save a checkpoint from all ranks, and return its folder, `folder/step-00000010` after ten steps.  Collective.
-
-        Every rank writes its own part to a folder that all ranks see; no rank gathers the model.  The folder has the
-        weights in safetensors by their original names, with the index of Hugging Face's loaders, and
-        `checkpoint.json`.  It appears under its name only when it is complete; a crash at any time leaves the previous
-        one.  Gradients are not saved: call it after `optimizer.step()`.
-
-        optimizer: this rank's, or a list of them; the state is saved under the parameters' names.  scheduler: a
-        learning rate scheduler, or a list of them, alike on every rank.  extra: numbers, texts, lists and dicts; those
-        of rank 0 are saved.  keep: delete all but the newest `keep` checkpoints afterwards.  wait: False copies the
-        state to host memory and writes it in the background; a failure there is raised by the next call on all ranks,
-        and `close` waits.
-
-        Raises CheckpointError on all ranks; the pipe and earlier checkpoints are then as before.
-        """
-        require_folder(folder, keep)
-        self._follow(kept := Kept(folder, given_as("optimizer", optimizer), given_as("scheduler", scheduler), extra))
-        with self.session.call("save") as session:
-            request = Request(Path(folder), extra, keep, wait)
-            return self._saver.save(session, self._around(kept), request)
-
-    def load(
-        self,
-        folder: str | os.PathLike[str],
-        optimizer: GivenOptimizer = None,
-        scheduler: GivenScheduler = None,
-        *,
-        missing_ok: bool = False,
-    ) -> Any:
-        """Load the newest checkpoint of a folder, or the one whose folder this is, and return its `extra`.  Collective.
-
-        The plan may differ from the one that was saved: stages, replicas, ranks, slices, ZeRO, precision.  Each rank
-        reads its own part.  Weights, buffers, masters, `steps`, the loss scale, and the state of the optimizer and the
-        scheduler become those of the checkpoint; gradients become None.  Everything is read and compared with its hash
-        on all ranks first: after a CheckpointError nothing has changed.
-
-        missing_ok: True to change nothing and return None, instead of raising, if rank 0 finds no checkpoint there.
-        """
-        require_folder(folder, None)
-        kept = Kept(folder, given_as("optimizer", optimizer), given_as("scheduler", scheduler))
-        with self.session.call("load") as session:
-            document, extra = self._saver.load(session, folder, self._around(kept), missing_ok=missing_ok)
-        if document is not None:
-            self._steps = document.step
-            if document.scaler is not None:
-                self._scaler.load_state_dict(document.scaler)
-        self._follow(replace(kept, extra=extra))
-        return extra
-
-    def _around(self, kept: Kept) -> Around:
-        scaler = self.scaler.state_dict() if self.scaler is not None else None
-        return Around(self._steps, scaler, kept.optimizers, kept.schedulers, self.companions, self._placeholder)
-
-    def _follow(self, kept: Kept) -> None:
-        self._rescue.follow(kept, self.session)
-
-    # -- what it is ----------------------------------------------------------------------------------------------
+            return self._core.session.predict((args, kwargs))
 
     def timeline(self, *args: Any, sharded: bool = False, **kwargs: Any) -> Timeline:
         """Run a training step as `step` does, and return what every rank did in it, in nanoseconds, on every rank.
@@ -287,62 +139,71 @@ class Pipe(PipeMeasured):
         Times count from the start of the step on each rank.  `autopart.save_trace` writes a timeline for a viewer, and
         `autopart.simulate` returns the predicted one.  Raises what `step` raises.
         """
-        self._require_open()
-        if self._session is None:
-            self._bring_up((args, kwargs), sharded=sharded)
+        core = self._core
+        core.require_open()
+        if core.running is None:
+            core.bring_up((args, kwargs), sharded=sharded)
         with self.traced() as spans:
             self.step(*args, sharded=sharded, **kwargs)
-        with self.session.call("timeline") as session:
+        with core.session.call("timeline") as session:
             found = gathered(session.world, spans)
-        self._meter.timeline = session.plan, found
+        core.timeline = session.plan, found
         return found
 
-    @property
-    def needs_data(self) -> bool:
-        """Whether this rank needs the batch of a step; others may pass None."""
-        return self.rank in self.plan.stages[0].ranks
-
-    def data_shard(self) -> tuple[int, int]:
-        """Return (number, of) for a sampler that gives each replica of the first stage the same number of rows:
-        `DistributedSampler(dataset, num_replicas=of, rank=number)`.  A rank that needs no data has the number 0."""
-        ranks = self.plan.stages[0].ranks
-        return (ranks.index(self.rank) if self.needs_data else 0), len(ranks)
-
-    def data_rows(self, rows: int) -> tuple[int, ...]:
-        """Return the places of this rank's rows in a batch of `rows` rows, in the order of its shard.  A step over all
-        shards equals the step over the whole batch."""
-        if not isinstance(rows, int) or isinstance(rows, bool) or rows < 1:
-            raise UsageError(f"a batch of {rows!r} rows", fix="pass the number of rows of the whole batch")
-        number, _ = self.data_shard()
-        planned = micro_cut(rows, self.plan.micro_rows)
-        return own_rows(planned, self.plan.stages[0].division, number) if self.needs_data else ()
-
-    def sampler(
-        self, dataset: Any, rows: int, *, seed: int = 0, shuffle: bool = True, drop_last: bool = False
-    ) -> PositionedSampler:
-        """Return a batch sampler for `DataLoader(dataset, batch_sampler=...)`, alike on every rank.
-
-        The order of samples depends only on (seed, epoch).  `save` saves the position, counted in the samples of steps,
-        and after `load` the iteration continues there: each sample comes once in an epoch, even if the plan, the ranks
-        or `rows` change.  During an iteration every `step` counts as one batch.  Raises UsageError for a dataset
-        without a length, and if dataset size, seed or shuffle differ from those of the position.
-        """
-        return sampler_of(self._position, dataset, rows, seed, shuffle=shuffle, drop_last=drop_last)
+    @contextmanager
+    def traced(self) -> Iterator[list[Span]]:
+        """Record what this rank does in the training steps of the body; in `train` micro-batches and times count on
+        from one flush to the next."""
+        session = self._core.session
+        session.spans = []
+        try:
+            yield session.spans
+        finally:
+            session.spans = None
 
     @property
-    def rank(self) -> int:
-        """This process's rank; also after `close`."""
-        return self._facts[0]
+    def steps(self) -> int:
+        """Training steps taken, part of the key of random numbers.  Set it to resume from a state without it."""
+        return self._core.steps
 
-    @property
-    def is_main(self) -> bool:
-        """Whether this is rank 0, for what should be printed or written once; also after `close`."""
-        return self.rank == 0
+    @steps.setter
+    def steps(self, count: int) -> None:
+        self._core.part(State).set_steps(count)
 
-    @property
-    def world_size(self) -> int:
-        """The number of ranks."""
-        return self._cluster.world
+    gradients = verb(State, State.gradients)
+    clip_grad_norm_ = verb(State, State.clip_grad_norm_)
+    state_dict = verb(State, State.state_dict)
+    local_state_dict = verb(State, State.local_state_dict)
+    load_state_dict = verb(State, State.load_state_dict)
+    sync_model = verb(State, State.sync_model)
+    save_pretrained = verb(State, State.save_pretrained)
+    full_parameters = verb(State, State.full_parameters)
+
+    # -- what it is ----------------------------------------------------------------------------------------------
+
+    session = fact(Facts, Facts.session)
+    plan = fact(Facts, Facts.plan)
+    cluster = fact(Facts, Facts.cluster)
+    program = fact(Facts, Facts.program)
+    explain = verb(Facts, Facts.explain)
+    rank = fact(Facts, Facts.rank)
+    is_main = fact(Facts, Facts.is_main)
+    world_size = fact(Facts, Facts.world_size)
+    needs_data = fact(Facts, Facts.needs_data)
+    data_shard = verb(Facts, Facts.data_shard)
+    data_rows = verb(Facts, Facts.data_rows)
+    scaler = fact(Facts, Facts.scaler)
+    skipped = fact(Facts, Facts.skipped)
+    stop_requested = fact(Facts, Facts.stop_requested)
+
+    def _repr_html_(self) -> str:
+        """Return its plan as a table and a small picture, for notebooks."""
+        core = self._core
+        if core.running is None and not core.closed:
+            return "<p>a pipe that is planned at its first step</p>"
+        rank, plan, _ = core.facts
+        state = "closed" if core.closed else "running"
+        return plan_fragment(plan, f"{state}, rank {rank} of {core.cluster.world}, {core.steps} steps taken")
 
     # -- ending --------------------------------------------------------------------------------------------------
 
@@ -353,24 +214,23 @@ class Pipe(PipeMeasured):
         sync: False if a rank cannot hold the whole model.  Then, and after a failure, parameters and buffers that other
         ranks trained are emptied in the model, so that stale values are neither saved nor trained.
         """
-        self._unwatch()
-        session, self._closed = self._session, True
+        core = self._core
+        session = core.end()
         if session is None:
             return
-        self._at_close, self._session = self._facts, None
         try:
             failed = session.calls.closing()
-            if self._superseded:
+            if core.superseded:
                 pass  # the newer pipe has the trained values
             elif sync and session.calls.healthy:
                 with session.call("close"):
                     sync_state(session, at_the_end=True)
-            elif self._steps:
+            elif core.steps:
                 empty_foreign(session)
             if failed is not None:
                 raise failed
         finally:
-            self._stopped = session.world.stop_requested
+            core.stopped = session.world.stop_requested
             for each in session.calls.listeners:
                 each.closed()
             session.close()
@@ -379,11 +239,13 @@ class Pipe(PipeMeasured):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is not None and self._session is not None:
-            self._session.calls.abandon(error)
+        if error is not None and self._core.running is not None:
+            self._core.running.calls.abandon(error)
         self.close(sync=kind is None)
 
 
-def _stepped(each: Sequence[Any]) -> None:
-    for one in each:
-        one.step()
+def gathered(world: World, mine: list[Span]) -> Timeline:
+    """Return the spans of all ranks, in order of start.  Collective, O(spans).  Each rank counts from its own start of
+    the step, right after the ranks have compared their batches, so times of ranks differ by at most one exchange."""
+    spans = itertools.chain.from_iterable(world.gather_objects(mine))
+    return Timeline(tuple(sorted(spans, key=lambda span: (span.start_ns, span.rank))))

@@ -11,7 +11,7 @@ from autopart.ir.errors import CheckpointError
 
 
 class Companion(Protocol):
-    """State that a checkpoint keeps besides the model and the optimizer; registered in `PipeState.companions`.
+    """State that a checkpoint keeps besides the model and the optimizer; registered in `Core.companions`.
 
     After a load under another plan a rank may keep other parameters than before, so tensors go by the name of the
     parameter or buffer that they belong to, and each rank gets those of the ones that it keeps.

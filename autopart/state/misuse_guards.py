@@ -14,6 +14,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopart.costs.optimizer_state import needs_closure
 from autopart.ir.errors import UsageError, short_errors
+from autopart.ir.plan import Plan
+from autopart.passes.program.schedules import find, streams
 from autopart.runtime.tensors import LocalTensors
 
 C = TypeVar("C", bound=type)
@@ -21,14 +23,14 @@ _CONVERTED = (
     "convert the model before compile (model.to(torch.bfloat16)), and name the devices there: "
     'autopart.compile(model, "cuda:4")'
 )
-_TRAINS = "pipe.step(batch) trains, pipe.eval_loss(batch) and pipe.predict(inputs) evaluate"
+TRAINS = "pipe.step(batch) trains, pipe.eval_loss(batch) and pipe.predict(inputs) evaluate"
 _INSTEAD = {
     **dict.fromkeys(("to", "cuda", "cpu", "half", "float", "double", "bfloat16", "to_empty"), _CONVERTED),
-    **dict.fromkeys(("forward", "backward", "train_batch", "generate"), _TRAINS),
+    **dict.fromkeys(("forward", "backward", "train_batch", "generate"), TRAINS),
     "no_sync": "leave it out: step() only adds to .grad; to accumulate, give n steps scale=1 / n, and call "
     "optimizer.step() every n-th time",
     "module": "pipe.model is the model that was compiled; call pipe.sync_model() before you read its parameters",
-    **dict.fromkeys(("evaluate", "validate", "test", "fit", "loss", "train_step", "training_step"), _TRAINS),
+    **dict.fromkeys(("evaluate", "validate", "test", "fit", "loss", "train_step", "training_step"), TRAINS),
     "size": "pipe.world_size",
     "gradient_checkpointing_enable": 'call it on the model before compile, or pass recompute="all" to compile',
     "device": "pipe.cluster.devices[pipe.rank] describes this rank's device",
@@ -42,15 +44,15 @@ class MissingError(UsageError, AttributeError):
     """An attribute that other wrappers of models have, and a pipe lacks."""
 
 
-def unknown(name: str, captures: Any) -> Exception:
-    """Return what to raise for an attribute that a pipe lacks.  captures: of its model, None in the constructor."""
+def unknown(name: str, core: Any) -> Exception:
+    """Return what to raise for an attribute that a pipe lacks.  core: of the pipe, None in its constructor."""
     if name == "_ddp_params_and_buffers_to_ignore":  # an AttributeError would let DDP go on, and end the process
         return UsageError(
             "a pipe is wrapped in DistributedDataParallel",
             why="a pipe sums gradients over its replicas itself",
             fix="use the pipe as it is, with replicas= in compile for data parallelism",
         )
-    if captures is None or (name.startswith("_") and name not in _OF_MODULES):
+    if core is None or (name.startswith("_") and name not in _OF_MODULES):
         return AttributeError(f"'Pipe' object has no attribute {name!r}")
     if name in _OF_MODULES:
         return MissingError(
@@ -60,34 +62,9 @@ def unknown(name: str, captures: Any) -> Exception:
             "replaces calls of Accelerate",
         )
     fix = _INSTEAD.get(name, "")
-    if not fix and hasattr(captures.model, name):
+    if not fix and hasattr(core.model, name):
         fix = f"pipe.model.{name} is the model's own"
     return MissingError(f"a pipe has no attribute {name!r}", fix=fix or "docs/pipe.md lists what it has")
-
-
-class NotAModule:
-    """The errors of a pipe that is used as a module."""
-
-    def __call__(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise UsageError: calling the model says neither whether to train nor what comes back."""
-        raise UsageError(
-            "a pipe is not called like a model",
-            why="forward and backward of all micro-batches run together, so there is no output to call backward() on",
-            fix=_TRAINS,
-        )
-
-    def __getattr__(self, name: str) -> NoReturn:
-        """Raise an AttributeError that says what to use instead."""
-        raise unknown(name, self.__dict__.get("_captures"))
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Raise UsageError: a pipe is neither copied nor saved."""
-        raise UsageError(
-            "a pipe can be neither copied nor saved",
-            why="it holds connections to other ranks, and one stage of the model",
-            fix="save pipe.state_dict(), or pipe.sync_model() and then copy or save pipe.model; for averages of the "
-            "weights (EMA), autopart.AveragedModel(pipe)",
-        )
 
 
 def short_tracebacks(cls: C) -> C:
@@ -142,6 +119,18 @@ def refuse_without_gradients() -> None:
             "pipe.step is called where gradients are turned off (torch.no_grad or torch.inference_mode)",
             why="a step trains: it runs the backward and adds to .grad",
             fix="pipe.eval_loss(batch) evaluates; to train, call step outside of that block",
+        )
+
+
+def refuse_in_training(plan: Plan, doing: str) -> None:
+    """Raise UsageError for a call that needs the gradients of a whole step, under an asynchronous schedule."""
+    if streams(find(plan.schedule)):
+        raise UsageError(
+            f"{doing} has no meaning under schedule {plan.schedule}",
+            why="each stage updates its weights by itself, as soon as a batch has come back to it: there is no moment "
+            "at which all gradients of a step are there",
+            fix="use pipe.train(batches, optimizer=...), whose optimizers may clip what each rank holds; or a "
+            "synchronous schedule, such as schedule='1f1b'",
         )
 
 

@@ -168,7 +168,7 @@ def test_what_is_asked_of_the_batch_is_exact_for_every_batch(name):
             torch.testing.assert_close(pipe.step(batch), expected.detach(), rtol=1e-5, atol=1e-6)
             error, worst = gradient_error(pipe.gradients(), gradients_of(plain))
             assert error <= 1e-5, worst
-        assert len(pipe._captures.kept) <= captures
+        assert len(pipe._core.captures.kept) <= captures
 
 
 def _activation(m: Reader, x: torch.Tensor) -> torch.Tensor:

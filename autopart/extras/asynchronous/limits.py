@@ -52,15 +52,3 @@ def require_stream(plan: Plan, graph: Graph, options: Options, *, blocking: bool
                 why="each stage updates its weights as soon as a batch has come back to it, while others are in flight",
                 fix=f"{instead}; or use a synchronous schedule, such as schedule='1f1b'",
             )
-
-
-def refuse_in_training(plan: Plan, doing: str) -> None:
-    """Raise UsageError for a call that needs the gradients of a whole step, under an asynchronous schedule."""
-    if streams(find(plan.schedule)):
-        raise UsageError(
-            f"{doing} has no meaning under schedule {plan.schedule}",
-            why="each stage updates its weights by itself, as soon as a batch has come back to it: there is no moment "
-            "at which all gradients of a step are there",
-            fix="use pipe.train(batches, optimizer=...), whose optimizers may clip what each rank holds; or a "
-            "synchronous schedule, such as schedule='1f1b'",
-        )

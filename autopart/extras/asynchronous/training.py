@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -26,8 +26,8 @@ from autopart.session.executors.executor import Executor
 from autopart.session.ranks.agreement import FAILURES
 from autopart.session.ranks.call_sync import END, Given
 from autopart.session.ranks.listener import Listener
-from autopart.session.session import Session
 from autopart.session.step.batch_counts import weighted_loss
+from autopart.state.core import Core
 
 _LEFT = "Stages may be some updates apart, and buffers as they were at the last flush"
 
@@ -61,36 +61,15 @@ class _Live:
     shares: dict[int, Sequence[float]]
 
 
-class Position(Protocol):
-    """The position in the data, which follows the batches that are taken ahead."""
-
-    def take(self) -> None:
-        """Note that a batch was taken ahead."""
-
-    def advance(self) -> None:
-        """Count the batch that was taken first."""
-
-    def drop(self) -> None:
-        """Forget what was taken ahead."""
-
-
 class Training(Listener):
     """One call of `pipe.train`; other calls wait until what is in flight has come back.
 
-    position: in the data.  steps: returns the number of steps taken, for random numbers.  count: counts one.  update:
-    steps the optimizer of this rank.
+    update: steps the optimizer of this rank.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        position: Position,
-        steps: Callable[[], int],
-        count: Callable[[], None],
-        update: Callable[[], None],
-    ) -> None:
-        self._session, self._position = session, position
-        self._steps, self._count, self._update = steps, count, update
+    def __init__(self, core: Core, update: Callable[[], None]) -> None:
+        self._core, self._session, self._update = core, core.session, update
+        session = self._session
         self._ahead = len(session.plan.stages) + 1
         self._home = session.standing.executor.home(session.graph.outputs[0])
         rhythm = streaming_of(session.plan.decision)
@@ -111,7 +90,7 @@ class Training(Listener):
             yield from self._losses(batches)
         finally:
             if not self._over:  # the loop was left: batches that were taken ahead come again
-                self._position.drop()
+                self._core.batches_dropped()
 
     def _losses(self, batches: Iterable[Any]) -> Iterator[torch.Tensor]:
         source, more = iter(batches), True
@@ -176,7 +155,7 @@ class Training(Listener):
             self.late = wanted > 1
         given = self._fetched.popleft()
         if given.taken:
-            self._position.advance()  # also over one that is refused: `train` goes on with the next
+            self._core.batch_given()  # also over one that is refused: `train` goes on with the next
         found = given.settle()
         self._learn(given.about, found)
         if found.ended:
@@ -200,7 +179,7 @@ class Training(Listener):
             arguments = ((END if ended else next(source, END),), {})
             ended = arguments[0][0] is END
             if not ended:
-                self._position.take()
+                self._core.batch_taken()
                 taken = True
                 batch, signature, counts, failure = session.road.own_batch("step", arguments, sharded=False)
         except FAILURES as error:
@@ -216,7 +195,7 @@ class Training(Listener):
     def _enter(self, given: _Fetched, found: Given) -> None:
         """Let a batch enter, behind those of its kind; others leave first."""
         kind = found.signature, found.rows, self._session.captures.version
-        step = self._steps()
+        step = self._core.steps
         live = self._live
         if live is not None and (kind != live.kind or (found.missing and live.executor.stand_in is None)):
             self._empty()
@@ -228,7 +207,7 @@ class Training(Listener):
             plan = self._next_plan(live, given.batch, found, step)
         live.shares[self._entered] = [share[0] for share in plan.shares.get(self._home, ())][live.engine.turn :]
         live.engine.spans = self._session.spans
-        self._count()
+        self._core.count_step()
         live.engine.enter(plan)
         self._entered += 1
 
@@ -288,7 +267,7 @@ class Training(Listener):
 
     def _drop_fetched(self) -> None:
         """Forget the batches that were taken ahead, and what is wrong with them: all ranks have told of as many."""
-        self._position.drop()
+        self._core.batches_dropped()
         while self._fetched:
             try:
                 self._fetched.popleft().settle()

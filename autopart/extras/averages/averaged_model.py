@@ -15,7 +15,8 @@ from autopart.ir.errors import UsageError
 from autopart.passes.program.schedules import find, streams
 from autopart.session.ranks.listener import Listener
 from autopart.session.session import Session
-from autopart.state.companions import Companion, refusal, require_integer
+from autopart.state.companions import refusal, require_integer
+from autopart.state.core import Core
 from autopart.state.misuse_guards import short_tracebacks
 from autopart.state.module_surface import ModuleSurface
 
@@ -29,15 +30,7 @@ _CHANGING = ("step", "train", "load", "adopt")
 class Averageable(Protocol):
     """What averages need of a pipe: this room lies below that of `Pipe`."""
 
-    companions: dict[str, Companion]
-    _closed: bool
-
-    @property
-    def session(self) -> Session:
-        """The session of this rank."""
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield what this rank's optimizer updates."""
+    _core: Core
 
     def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield this rank's buffers."""
@@ -92,15 +85,16 @@ class AveragedModel(Listener):
             )
         if avg_fn is not None and multi_avg_fn is not None:
             raise UsageError("avg_fn and multi_avg_fn were both given", where="AveragedModel", fix="pass one of them")
-        session = pipe.session
+        core = pipe._core
+        session = core.session
         if streams(find(session.plan.schedule)):
             raise UsageError(
                 f"AveragedModel has no meaning under schedule {session.plan.schedule}",
                 why="each stage updates its weights by itself, so there is no moment at which all are at one update",
                 fix="use a synchronous schedule, such as schedule='1f1b'",
             )
-        self._pipe = pipe
-        parameters, buffers = dict(pipe.named_parameters()), dict(pipe.named_buffers())
+        self._core, self._pipe = core, pipe
+        parameters, buffers = dict(core.named_parameters()), dict(pipe.named_buffers())
         self._kept = _Kept(parameters.values(), buffers.values())
         self._averaged = swa_utils.AveragedModel(
             self._kept, avg_fn=avg_fn, multi_avg_fn=multi_avg_fn, use_buffers=use_buffers
@@ -112,10 +106,10 @@ class AveragedModel(Listener):
         self._inside = False
         session.calls.listeners.append(self)
         title = AVERAGES
-        while title in pipe.companions:
+        while title in core.companions:
             first, _, number = title.partition("-")
             title = f"{first}-{int(number or 1) + 1}"
-        pipe.companions[title] = self
+        core.companions[title] = self
 
     @property
     def n_averaged(self) -> torch.Tensor:
@@ -155,7 +149,7 @@ class AveragedModel(Listener):
         second copy of what this rank keeps.  Raises UsageError at the end if a parameter was written to inside, as by
         an optimizer; the trained values are back then.
         """
-        session = self._pipe.session
+        session = self._core.session
         self._require_outside("applied")
         session.tensors.masters.check()
         self._require_all()
@@ -165,10 +159,10 @@ class AveragedModel(Listener):
         try:
             self._put(session, {name: average for name, (_, average) in self._pairs.items()})
             yield
-            written = None if self._pipe._closed else self._written()
+            written = None if self._core.closed else self._written()
         finally:
             self._inside = False
-            if not self._pipe._closed:
+            if not self._core.closed:
                 self._put(session, trained)
         if written is not None:
             raise UsageError(
@@ -185,13 +179,13 @@ class AveragedModel(Listener):
 
     def _require_outside(self, call: str) -> None:
         """Raise UsageError if some averages of this pipe are in its parameters."""
-        if any(isinstance(each, AveragedModel) and each._inside for each in self._pipe.session.calls.listeners):
+        if any(isinstance(each, AveragedModel) and each._inside for each in self._core.session.calls.listeners):
             raise _inside(call)
 
     def _written(self) -> str | None:
         """Return the first parameter whose value differs from its average; torch's version counter would also count
         `sync_model`, which writes the same values."""
-        for name, parameter in self._pipe.named_parameters():
+        for name, parameter in self._core.named_parameters():
             average = self._pairs[name][1].detach() if name in self._pairs else parameter.detach()
             if not torch.allclose(parameter.detach(), average, rtol=0, atol=0, equal_nan=True):
                 return name
@@ -209,7 +203,7 @@ class AveragedModel(Listener):
 
     def _require_all(self) -> None:
         """Raise UsageError if this rank trains a parameter that is not averaged."""
-        for name, parameter in self._pipe.named_parameters():
+        for name, parameter in self._core.named_parameters():
             if parameter.requires_grad and parameter.numel() and name not in self._pairs:
                 raise UsageError(
                     f"{name} is trained now, and was not used by any stage when AveragedModel was made",

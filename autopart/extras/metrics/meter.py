@@ -11,7 +11,9 @@ import torch
 
 from autopart.capture import Captured
 from autopart.ir.plan import Plan
-from autopart.ir.timeline import Span, Timeline
+from autopart.ir.timeline import Span
+from autopart.session.executors.step_end import StepEnd
+from autopart.session.ranks.listener import Listener
 from autopart.session.session import Session
 
 DRIFT, DRIFT_STEPS = 0.2, 50
@@ -33,13 +35,12 @@ class Work:
 
 
 @dataclass
-class Meter:
+class Meter(Listener):
     """The last step of this rank.
 
     timed: whether actions are timed, which begins when metrics are first asked for.  seconds: of the last step.  loss:
     of its batch.  spans: of the last step, if it was timed.  drifting: steps in a row that differ from their
-    prediction by more than `DRIFT`.  work: of the last batch whose metrics were asked for.  timeline: the
-    last one of all ranks, with the plan under which it ran.
+    prediction by more than `DRIFT`.  work: of the last batch whose metrics were asked for.
     """
 
     timed: bool = False
@@ -48,7 +49,6 @@ class Meter:
     spans: list[Span] = field(default_factory=list)
     drifting: int = 0
     work: Work | None = None
-    timeline: tuple[Plan, Timeline] | None = None
     _predicted: tuple[Plan, float] | None = None
 
     @contextmanager
@@ -67,6 +67,10 @@ class Meter:
                 self._compare(session)
         finally:
             session.spans = traced
+
+    def step_ended(self, end: StepEnd) -> None:
+        """Note the loss."""
+        self.loss = end.loss
 
     def predicted_s(self, session: Session) -> float | None:
         """Return the simulated seconds of the last step, None for another kind of batch than the plan is for."""

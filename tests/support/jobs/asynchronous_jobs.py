@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import autopart
+from autopart.extras.asynchronous.part import Asynchronous
 from support.models.learners import LEARNERS
 
 ROWS, WIDTH = 4, 6
@@ -93,7 +94,7 @@ def trained(
             if number in flushes:
                 pipe.flush()
         (stage,) = pipe.plan.decision.stages_of_rank(pipe.rank)
-        (engine,) = pipe._training._engines.values()
+        (engine,) = pipe._core.part(Asynchronous).training._engines.values()
         held = {s: versions.most_held for s, versions in engine.versions.items()}
         names = [name for name, _ in pipe.named_parameters()]
         return {

@@ -13,6 +13,7 @@ import torch
 
 import autopart
 from autopart.extras.checkpoints import saver
+from autopart.extras.checkpoints.part import Checkpoints
 from autopart.ir.errors import AutopartError
 from support.jobs import checkpoint_jobs as jobs
 
@@ -121,6 +122,6 @@ def closed_beside_a_step(folder: str) -> str:
 
 def _end_of_background(pipe: autopart.Pipe) -> None:
     """Wait until the save in the background has failed here, so that the next call knows."""
-    background = pipe._saver.background
+    background = pipe._core.part(Checkpoints).saver.background
     if background is not None:
         background._thread.join()

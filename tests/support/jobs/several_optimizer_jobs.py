@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import autopart
+from autopart.extras.asynchronous.part import Asynchronous
 
 PLANS = [
     {"stages": 2, "replicas": 1, "cuts": ("2",), "micro_batches": 2},
@@ -127,8 +128,9 @@ def kinds_in_turn(order: str, several: bool) -> list[int]:
     options |= PLANS[0] | {"schedule": "pipedream", "micro_batches": 1}
     with autopart.compile(net(), "cpu:2", **options) as pipe:
         training = pipe.train(data, optimizer=made)
-        real = pipe._training._empty
-        pipe._training._empty = lambda: (flushes.append(pipe.steps), real())[1]
+        going = pipe._core.part(Asynchronous).training
+        real = going._empty
+        going._empty = lambda: (flushes.append(pipe.steps), real())[1]
         losses = [loss.item() for loss in training]
         assert len(losses) == len(data)
         return flushes

@@ -258,9 +258,9 @@ def check(seed: int, epochs: int = 5, **options: Any) -> None:
             trained(plain)
 
 
-@pytest.mark.parametrize("seed", [205])
-def test_each_step_is_that_of_plain_torch(seed: int) -> None:
-    check(seed, epochs=3)
+@pytest.mark.parametrize(("seed", "epochs"), [(205, 3), (0, 5)])  # of 0: kinds of batches that no step reads any more
+def test_each_step_is_that_of_plain_torch(seed: int, epochs: int) -> None:
+    check(seed, epochs)
 
 
 def test_a_write_in_the_middle_of_a_pass_that_cannot_be_seen_is_refused_before_the_next_one() -> None:

@@ -183,12 +183,13 @@ class Activations:
         return dict.fromkeys(rows, _FIRST) if self._augmented else _digests(code.inputs(values), batch, rows)
 
     def _prove(self, code: FrozenCode, rows: int) -> None:
-        """Look whether the frozen layers were written to unnoticed, once while as many rows are read as are kept.
+        """Look whether the frozen layers were written to unnoticed, once while as many rows are read as there are
+        samples with something kept, of whatever kinds of batches.
 
         rows: that are read next.  Raises RefusedError."""
         if rows and self._unproven <= 0:
             code.sources.prove()
-            self._unproven = len(self._store)
+            self._unproven = len({name for name, _ in self._store.keys})
         self._unproven -= rows
 
     def tried(self, batch: Batch, code: FrozenCode, cache: AutoCache) -> tuple[Batch, float, float]:

@@ -19,7 +19,7 @@ import zlib
 from bisect import insort
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, Any
 
 import torch
 
@@ -98,6 +98,11 @@ class SampleStore:
 
     def __len__(self) -> int:
         return len(self._memory) + len(self._disk)
+
+    @property
+    def keys(self) -> list[Any]:
+        """The keys of all entries."""
+        return [*self._memory, *self._disk]
 
     def get(self, key: Hashable) -> Entry | None:
         """Return the entry of a key, None if there is none, or if its record cannot be read as it was written."""

@@ -77,8 +77,8 @@ class Core:
     trains none.  steps: training steps taken.  skipped: how many in a row added no gradients.  clipped: the step after
     which gradients were clipped, and their norm before.  restored: fp32 masters of a state that was loaded before the
     first plan.  companions: what checkpoints keep besides, by name.  whole: whether the model has the values of all
-    ranks.  timeline: the last one of all ranks,
-    with the plan under which it ran.  unwatch: ends the check of optimizers.
+    ranks.  timeline: the last one of all ranks, with the plan under which it ran.  unwatch: ends the check of
+    optimizers.
     """
 
     def __init__(self, captures: CaptureCache, cluster: Cluster, options: Options) -> None:

@@ -19,10 +19,12 @@ class Devices(Part):
         self._slowness: Sequence[float] = ()
 
     def stragglers(self) -> Mapping[int, float]:
-        """The ranks that take at least twice as long for their computes as planned, or 1.5 times as long as in their
-        first steps under the plan, beside the other ranks, by the median of eight steps; and how many times as long,
-        by that of the newest five.  Also those that have become so much faster since the last `replan`, which judges
-        them all.  Alike on all ranks, and a warning names them.  Measured in `step` on CPUs."""
+        """Ranks whose computes take at least twice as long as planned, compared with the other ranks, or 1.5 times as
+        long as in their first steps under the plan, and how many times as long.
+
+        A rank is named by the median of its last eight steps, its slowness is that of the newest five.  Ranks that have
+        become so much faster since the last `replan`, which judges them all, are named too.  Alike on all ranks, and a
+        warning names them.  Measured in `step` on CPUs."""
         return self.speeds.stragglers()
 
     @property

@@ -231,8 +231,6 @@ class Pipe(OfExtras, ModuleSurface):
                 raise failed
         finally:
             core.stopped = session.world.stop_requested
-            for each in session.calls.listeners:
-                each.closed()
             session.close()
 
     def __enter__(self) -> Pipe:

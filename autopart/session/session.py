@@ -167,7 +167,7 @@ class Session:
 
         In mode "step" gradients are accumulated, unless one is not finite.  step: for random numbers.  sharded: whether
         each replica of the first stage is given its own rows.  scale: of the loss, for its backward.  unscaled: what
-        gradients are divided by before they are checked, None to leave them.  samples: names of the rows (`_begun`).
+        gradients are divided by before they are checked, None to leave them.  samples: names of the rows (`Road.plan`).
         Collective."""
         with self.calls.collective(STEP_FAILED if mode == "step" else f"a {CALLS[mode]} failed"):
             executor, _, plan = self.road.plan(mode, arguments, step, scale, sharded=sharded, samples=samples)
@@ -228,6 +228,8 @@ class Session:
 
     def close(self) -> None:
         """Leave the process group.  The model keeps the weights that this rank holds."""
+        for each in self.calls.listeners:
+            each.closed()
         self.road.close()
         self.world.close()
 

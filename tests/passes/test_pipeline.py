@@ -44,7 +44,8 @@ def test_any_graph_is_planned_and_its_program_proven(g: Graph, data: st.DataObje
         assert list(stage.ops) == sorted(stage.ops, key=place.__getitem__)
     assert len(p.stages) <= world and (len(p.stages) == world or "idle" in p.notes[0])
     assert p.step_ns >= max(e.fwd_ns + e.bwd_ns for e in p.estimates) * micros
-    assert 0 <= p.outlook.bubble <= 1  # 1 where rounding hides computes beside much longer messages
+    idle = not any(e.fwd_ns or e.bwd_ns for e in p.estimates)  # a drawn graph may take no time at all
+    assert 0 <= p.outlook.bubble < 1 or (idle and p.outlook.bubble == 1)
 
 
 def test_same_request_gives_the_same_plan() -> None:

@@ -139,9 +139,9 @@ class Executor:
     def plan(
         self, batch: Batch, key: tuple[int, int], scale: float = 1.0, shards: Sequence[int] = (), before: int = 0
     ) -> BatchPlan:
-        """Return what this rank's stages take of a batch whose shares are known (`agree`, `begin`).  Local.
+        """Return what this rank's stages take of a batch whose shares are known (`Preparation.agree`, `begin`).  Local.
 
-        key: of random numbers, (seed, step).  scale: of the loss.  shards, before: as for `agree`.
+        key: of random numbers, (seed, step).  scale: of the loss.  shards, before: as for `Preparation.agree`.
         """
         rows, shares, rule = (
             self.preparation.rows_of(batch, shards, before),

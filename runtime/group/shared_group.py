@@ -6,6 +6,7 @@ other code opened is never broken nor destroyed: worlds then use another one of 
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import uuid
@@ -35,6 +36,10 @@ def default_timeout_s() -> float:
             return float(text)
     raise UsageError(f"{TIMEOUT_VARIABLE} is {text!r}", fix="set it to a number of seconds above 0, or unset it")
 
+
+os.register_at_fork(after_in_child=gc.freeze)
+"""A process that this one forks, such as a worker of a DataLoader, never collects what it was born with: a group that
+was garbage here would wait, while it is destroyed, for threads that the other process does not have."""
 
 class _SharedGroup:
     """The group, used by worlds that hold a lease: the number of the opening, so that leases of earlier ones end

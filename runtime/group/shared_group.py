@@ -41,6 +41,7 @@ os.register_at_fork(after_in_child=gc.freeze)
 """A process that this one forks, such as a worker of a DataLoader, never collects what it was born with: a group that
 was garbage here would wait, while it is destroyed, for threads that the other process does not have."""
 
+
 class _SharedGroup:
     """The group, used by worlds that hold a lease: the number of the opening, so that leases of earlier ones end
     nothing."""

@@ -16,7 +16,7 @@ from support.oracles.any_plan import alone, judged, outcome, small_failure
 from support.workers import Workers
 
 CHUNK = 25
-PAIRED, FOUR = (9, 16), (104,)
+PAIRED, FOUR = (10, 16, 19, 24, 26, 34, 42, 45, 50), (24, 30, 38)
 """Seeds that run by default, on two and on four ranks."""
 
 

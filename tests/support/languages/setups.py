@@ -142,7 +142,8 @@ def _model(draw: random.Random, *, cut: bool, real: bool) -> str:
         return draw.choice([name for name in REAL if not cut or name not in REAL_WHOLE])
     if cut:
         return draw.choice(CAUSAL) if draw.random() < 0.95 else draw.choice(PLAIN)
-    return draw.choice((*PLAIN, *PLAIN, *COUPLED, *DRAWING, "decoder", *[f"random {draw.randrange(10**4)}"] * 15))
+    ops = f"random {draw.randrange(10**4)}"
+    return draw.choice((*PLAIN * 2, *COUPLED * 4, *DRAWING * 2, "decoder", *[ops] * 15))
 
 
 def _counts(draw: random.Random, world: int) -> tuple[int, ...]:

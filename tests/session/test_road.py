@@ -13,8 +13,8 @@ from torch import nn
 
 import autopart
 from autopart.batch.batch import Batch
-from autopart.runtime.engine import BatchPlan
 from autopart.runtime.group.world import World
+from autopart.runtime.player import BatchPlan
 from autopart.stagecode.stage_code import StageCode
 
 Counted = Callable[[type, str], list[Any]]

@@ -12,6 +12,7 @@ import autopart
 from support.jobs.step_jobs import refusal_of
 
 LAYERS = 2
+TWO_STAGES: Any = {"cuts": ["base_model.model.model.layers.1"], "micro_batches": 2, "costs": "analytic"}
 
 
 def base() -> Any:
@@ -48,9 +49,8 @@ def batch(seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def verified(kinds: list[str]) -> dict[str, bool]:
-    options: Any = {"stages": 2, "micro_batches": 2, "costs": "analytic"}
     return {
-        kind: autopart.verify(adapted(kind), "cpu:2", sample=batch(), **options).ok
+        kind: autopart.verify(adapted(kind), "cpu:2", sample=batch(), **TWO_STAGES).ok
         and adapted(kind).get_nb_trainable_parameters()[0] > 0
         for kind in kinds
     }
@@ -69,7 +69,7 @@ def switched() -> tuple[Any, str, dict[str, float]]:
         model.add_adapter("other", lora(init_lora_weights=False))
         model.double()
     plain, piped = models
-    pipe = autopart.compile(piped, "cpu:2", sample=batch(), stages=2, micro_batches=2, costs="analytic")
+    pipe = autopart.compile(piped, "cpu:2", sample=batch(), **TWO_STAGES)
     own, theirs = _optimizer(pipe), _optimizer(plain)
 
     def train(step: int) -> None:

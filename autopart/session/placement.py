@@ -14,7 +14,7 @@ from autopart.ir.plan import Decision, Stage
 from autopart.ir.shares import owners_of
 from autopart.passes.program.routing import homes, tied
 from autopart.runtime.group.world import World
-from autopart.runtime.moves import Route, move_tensors
+from autopart.runtime.messages.moves import Route, move_tensors
 from autopart.runtime.sums.shared_values import Sharing
 from autopart.runtime.tensors import LocalTensors
 

@@ -45,9 +45,12 @@ class Placement:
     def with_unused(self, earlier: Placement) -> Placement:
         """Return this placement with the tensors that only an earlier one has, where they were: their values may have
         been trained, and a later plan may use them again, as that of another adapter does."""
-        pairs = (earlier.holders, self.holders), (earlier.keepers, self.keepers), (earlier.owners, self.owners)
-        holders, keepers, owners = ({**before, **now} for before, now in pairs)
-        return replace(self, holders=holders, keepers=keepers, owners=owners)
+        return replace(
+            self,
+            holders={**earlier.holders, **self.holders},
+            keepers={**earlier.keepers, **self.keepers},
+            owners={**earlier.owners, **self.owners},
+        )
 
     def keeps(self, rank: int, name: str) -> bool:
         """Return whether a rank that holds this tensor keeps its gradient and optimizer state."""

@@ -124,7 +124,7 @@ def test_replicas_that_take_turns_do_not_share_statistics(pair):
 def test_micro_batches_taken_in_turn_have_separate_statistics(workers, name, counts, micros, rows, recompute):
     compared = set()
     for result in workers.run(in_turn, name, counts, micros, rows, recompute):
-        for off in result["offs"]:
+        for off in result["differences"]:
             assert off.within(torch.float64), off
         assert result["buffers"] < 1e-10
         compared.add(result["compared"])

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.jobs.replica_jobs import Counts, replica_options
-from support.jobs.step_jobs import EVERY, cluster, compiled, fresh, refusal_of
+from support.jobs.step_jobs import EVERY, Counts, cluster, compiled, fresh, refusal_of, replica_options
 from support.oracles.one_process import Expected, case_rows, counters_of, difference, plain_loss, plain_step, rows_of
 
 import autopart

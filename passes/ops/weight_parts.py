@@ -11,7 +11,7 @@ counts for the first of them, also if a cut parts them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -29,17 +29,24 @@ _PRODUCTS: Mapping[str, tuple[int, int]] = {
 
 
 class WeightPart(NamedTuple):
-    """halves: of the backward that can wait, 0 to 2.  kept: names of values whose sizes are kept until then."""
+    """halves: of the backward that can wait, 0 to 2.  kept: names of values whose sizes are kept until then.
+
+    weight: the parameter.  reads: the value by which it is read, if that is a cast or a view of it.
+    """
 
     halves: int = 0
     kept: tuple[str, ...] = ()
+    weight: str = ""
+    reads: tuple[str, ...] = ()
 
-    def of(self, cost: Cost, values: Mapping[str, Value]) -> Cost:
-        """Return the cost with its weight part, in nanoseconds and bytes."""
+    def of(self, cost: Cost, values: Mapping[str, Value], added_ns: int = 0) -> Cost:
+        """Return the cost with its weight part, in nanoseconds and bytes.  added_ns: of the backward, spent on adding
+        the gradient to its sum, which waits as well."""
         if not self.halves:
             return cost
         kept_bytes = sum([values[name].size_bytes for name in self.kept])
-        return replace(cost, weight_ns=cost.bwd_ns * self.halves // 2, weight_bytes=kept_bytes)
+        weight_ns = (cost.bwd_ns - added_ns) * self.halves // 2 + added_ns
+        return replace(cost, weight_ns=weight_ns, weight_bytes=kept_bytes)
 
 
 def weight_parts(graph: Graph, roots: Mapping[str, str]) -> list[WeightPart]:
@@ -48,25 +55,38 @@ def weight_parts(graph: Graph, roots: Mapping[str, str]) -> list[WeightPart]:
     counted: set[str] = set()
     found = []
     for op in graph.ops:
-        x = _input_of_product(op, values, params, roots)
-        fresh = () if x is None or x in counted or x not in values else (x,)
+        factors = _factors_of_product(op, values, params, roots)
+        if factors is None:
+            found.append(WeightPart())
+            continue
+        x, weight = factors
+        root = roots.get(x, x)
+        fresh = () if root in counted or root not in values else (root,)
         counted.update(fresh)
-        halves = 0 if x is None else 1 if x in values and values[x].grad else 2
-        found.append(WeightPart(halves, (*fresh, op.writes[0])) if halves else WeightPart())
+        halves = 1 if root in values and values[root].grad else 2
+        reads = (weight,) if weight in values else ()
+        found.append(WeightPart(halves, (*fresh, op.writes[0]), roots.get(weight, weight), reads))
     return found
 
 
-def with_weight_parts(graph: Graph, parts: list[WeightPart]) -> Graph:
-    """Return the graph with the weight part of each op in its cost, whatever the source of its times.  O(ops)."""
-    values = graph.value_map()
-    pairs = zip(graph.ops, parts, strict=True)
-    return replace(graph, ops=tuple([replace(op, cost=part.of(op.cost, values)) for op, part in pairs]))
+def with_weight_parts(graph: Graph, parts: list[WeightPart], analytic: Sequence[Cost]) -> Graph:
+    """Return the graph with the weight part of each op in its cost, whatever the source of its times.
+
+    analytic: of each op, the cost that has the share of the weight part in the backward.  O(ops).
+    """
+    values, ops = graph.value_map(), []
+    for op, part, known in zip(graph.ops, parts, analytic, strict=True):
+        cost = part.of(op.cost, values)
+        if known.bwd_ns:
+            cost = replace(cost, weight_ns=round(cost.bwd_ns * known.weight_ns / known.bwd_ns))
+        ops.append(replace(op, cost=cost))
+    return replace(graph, ops=tuple(ops))
 
 
-def _input_of_product(
+def _factors_of_product(
     op: Op, values: Mapping[str, Value], params: Mapping[str, Param], roots: Mapping[str, str]
-) -> str | None:
-    """Return the storage of x of a product whose weight's gradient can wait, else None."""
+) -> tuple[str, str] | None:
+    """Return the names of x and of the weight of a product whose weight's gradient can wait, else None."""
     if op.target not in _PRODUCTS or not values[op.writes[0]].grad:
         return None
     x, place = _PRODUCTS[op.target]
@@ -79,4 +99,4 @@ def _input_of_product(
         return None
     if read is not None and math.prod(read.shape) != math.prod(weight.shape):
         return None
-    return roots.get(names[x], names[x])
+    return names[x], names[place]

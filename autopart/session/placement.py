@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 
 import torch
@@ -14,7 +14,7 @@ from autopart.ir.plan import Decision, Stage
 from autopart.ir.shares import owners_of
 from autopart.passes.program.routing import homes, tied
 from autopart.runtime.group.world import World
-from autopart.runtime.moves import Route, move_tensors
+from autopart.runtime.messages.moves import Route, move_tensors
 from autopart.runtime.sums.shared_values import Sharing
 from autopart.runtime.tensors import LocalTensors
 
@@ -41,6 +41,16 @@ class Placement:
     def sharing_stages(self) -> tuple[int, ...]:
         """The stages whose replicas share the optimizer state."""
         return tuple(number for number, stage in enumerate(self.sharing) if stage.owners)
+
+    def with_unused(self, earlier: Placement) -> Placement:
+        """Return this placement with the tensors that only an earlier one has, where they were: their values may have
+        been trained, and a later plan may use them again, as that of another adapter does."""
+        return replace(
+            self,
+            holders={**earlier.holders, **self.holders},
+            keepers={**earlier.keepers, **self.keepers},
+            owners={**earlier.owners, **self.owners},
+        )
 
     def keeps(self, rank: int, name: str) -> bool:
         """Return whether a rank that holds this tensor keeps its gradient and optimizer state."""

@@ -117,6 +117,7 @@ def empty_foreign(session: Session) -> None:
     session.tensors.masters.write()
     updated = {buffer for buffer, _ in session.graph.updates}
     trained = {param.name for param in session.graph.params if param.trainable} | updated
+    trained |= session.standing.context.placement.owners.keys() - {param.name for param in session.graph.params}
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             first = tied.get(name, name)

@@ -2,7 +2,7 @@
 
 Time is max(operations / rate of the op's dtype, bytes / memory bandwidth) plus a fixed time per launch, at the shares
 of peak rates that kernels of the device reach (`Device.efficiency`).  A backward also adds the gradients of parameters
-to their sums (`additions`), and causal attention computes what it sees (`flops.seen_share`).  Wrong where an op runs
+to their sums (`weight_parts`), and causal attention computes what it sees (`flops.seen_share`).  Wrong where an op runs
 far below peak (small matrix products, transcendental functions on CPUs), where caches hold the operands, and where
 kernels overlap or are fused; ratios between layers of one model are better than the times themselves.
 
@@ -25,7 +25,6 @@ from autopart.ir.cost import Cost
 from autopart.ir.device_kinds import DEVICE_KINDS
 from autopart.ir.graph import Graph, Literal, Op, Param, Value
 from autopart.ir.size import Size
-from autopart.passes.ops.additions import Addition, additions
 from autopart.passes.ops.casts import cast_parameter, cast_values
 from autopart.passes.ops.flops import backward_flops, flops, operands, seen_share, shape_of
 from autopart.passes.ops.letters import added_operands
@@ -33,7 +32,7 @@ from autopart.passes.ops.op_classes import first_of, op_classes
 from autopart.passes.ops.resize import resize
 from autopart.passes.ops.row import CREATION, VIEW, OpRow
 from autopart.passes.ops.table import row_of
-from autopart.passes.ops.weight_parts import weight_parts
+from autopart.passes.ops.weight_parts import Addition, additions, weight_parts
 
 _FLOATING = ("float", "bfloat", "complex")
 

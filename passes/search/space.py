@@ -25,8 +25,8 @@ from autopart.ir.shares import Policy
 from autopart.ir.size import Size
 from autopart.passes.graph.chain import BlockChain
 from autopart.passes.graph.cuts import Ints, module_span
-from autopart.passes.ops.additions import summed_bytes
 from autopart.passes.ops.cost_model import FIELDS
+from autopart.passes.ops.weight_parts import summed_bytes
 from autopart.passes.program.named import FAMILY, SEARCHED, STASHED
 from autopart.passes.program.orders import ONE
 from autopart.passes.program.schedules import find

@@ -21,8 +21,8 @@ from autopart.ir.graph import Graph
 from autopart.ir.plan import Estimate, Stage
 from autopart.ir.program import MESSAGES_AHEAD
 from autopart.ir.shares import largest_share
-from autopart.passes.ops.additions import summed_bytes
 from autopart.passes.ops.table import keeps
+from autopart.passes.ops.weight_parts import summed_bytes
 from autopart.passes.simulation.slices import share_of
 from autopart.passes.simulation.traffic import Loads
 

@@ -43,7 +43,7 @@ Floats = npt.NDArray[np.float64]
 _FIXED, _EACH, _BEHIND, _CAUSAL, _ONCE = range(5)
 READ, WRITTEN = 1, 1
 """Passes over the bytes of weights for each slice: its forward and its backward read them, its backward writes
-gradients; what adds these to the sum so far is counted apart (`ops.additions`)."""
+gradients; what adds these to the sum so far is counted apart (`ops.weight_parts`)."""
 SUMMED = 2
 """Passes over a gradient that the product itself adds to the sum so far: it reads and writes the sum."""
 

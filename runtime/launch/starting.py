@@ -56,7 +56,8 @@ def forked(rank: int, env: Mapping[str, str], more: Sequence[str] = ()) -> Start
     if sys.platform != "linux":
         return spawned(rank, env)
     forkserver.set_forkserver_preload([*more, "autopart.runtime.launch.template"])
-    server = {**env, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), "PYTHONSAFEPATH": "1"}
+    server = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), "PYTHONSAFEPATH": "1"}
+    server |= {name: env[name] for name in env if name == "OMP_NUM_THREADS"}  # read when libraries are loaded
     if threading.current_thread() is threading.main_thread():
         server[TIED_VARIABLE] = str(os.getpid())
     try:

@@ -72,7 +72,7 @@ class Fleet:
         self._store: Any = None
         self._stop, self._grace_s = stop, grace_s
         self._killed_at = math.inf  # end of the grace after SIGTERM, whatever the ranks do
-        self._living, self._join_at = living, join_at
+        self._join_at = join_at
         self._up = False
         self.lost: tuple[int, ...] = ()
         """The ranks whose processes died by themselves or are stopped, if it failed.  Not those that ended by an exit

@@ -7,7 +7,9 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from multiprocessing import forkserver
+from typing import Any
 
 import pytest
 from support.jobs import launch_jobs as jobs
@@ -52,17 +54,28 @@ def test_a_forked_rank_that_dies_is_reported_with_its_signal() -> None:
     assert fleet.lost == (1,)
 
 
-def test_ranks_end_with_the_process_that_they_are_forked_from_and_new_ones_are_forked_from_another() -> None:
+@pytest.fixture
+def own_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A fork server beside the one from which the pools of this process are forked."""
+    own = forkserver.ForkServer()
+    for name in ("connect_to_new_process", "set_forkserver_preload"):
+        monkeypatch.setattr(forkserver, name, getattr(own, name))
+    yield own
+    own._stop()  # type: ignore[attr-defined]
+
+
+def test_ranks_end_with_the_process_that_they_are_forked_from_and_new_ones_are_forked_from_another(
+    own_server: Any,
+) -> None:
     fleet = Fleet(1, start=forked)
-    rank = fleet.members[0].process
-    server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    rank, server = fleet.members[0].process, own_server._forkserver_pid
     os.kill(server, signal.SIGKILL)
     os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT)
     rank.join(20)
     assert rank.exitcode is not None
     fleet.close()
     assert len(told(Fleet(1, start=forked))) == 1
-    assert forkserver._forkserver._forkserver_pid != server  # type: ignore[attr-defined]
+    assert own_server._forkserver_pid != server
 
 
 def test_what_a_rank_writes_goes_where_the_launcher_writes_now(capfd: pytest.CaptureFixture[str]) -> None:

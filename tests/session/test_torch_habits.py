@@ -222,7 +222,7 @@ def test_a_cut_at_a_module_without_an_op_of_its_own_says_so() -> None:
 def test_a_compiled_model_is_unwrapped_with_a_warning() -> None:
     plain = Net()
     in_place = Net()
-    in_place.compile()
+    in_place.compile(backend="eager")
     for model in (torch.compile(plain, backend="eager"), in_place):
         with pytest.warns(CaptureWarning, match='backend="inductor"') as seen:
             pipe = autopart.compile(model, "cpu:1", sample=ROWS, micro_batches=1, costs="analytic")

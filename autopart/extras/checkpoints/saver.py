@@ -246,6 +246,14 @@ def _written(work: Callable[[], T], draft: Draft) -> T:
 
 def unwritable(folder: Path, error: OSError) -> CheckpointError:
     """Return the error for a checkpoint that the system did not let be written."""
+    file = next((path for path in (folder, *folder.parents) if path.is_file()), None)
+    if file is not None:
+        return CheckpointError(
+            "the checkpoint cannot be written",
+            where=str(folder),
+            why=f"{file} is a file, and a checkpoint is a folder, to which each rank writes its part",
+            fix=f"pass a folder, such as {file.with_suffix('')}, or move that file",
+        )
     return CheckpointError(
         "the checkpoint cannot be written",
         where=str(folder),

@@ -6,6 +6,7 @@ import functools
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ def gather_state(session: Session) -> dict[str, torch.Tensor]:
     first = {tied.get(name, name): name for name in reversed(whole)}
     gathered = gather_tensors(
         session.world,
-        {name: session.standing.context.placement.owners.get(name, 0) for name in first},
+        session.standing.context.placement.owned(first),
         {name: whole[original] for name, original in first.items()},
         lambda name: held.get(name, whole[first[name]]),
     )
@@ -50,12 +51,15 @@ def local_state(session: Session, steps: int) -> dict[str, Any]:
     rank does; and the extra state that counts here.  Local."""
     session.tensors.masters.write()
     held, tied, captures = session.tensors.held, session.tied, session.captures
+    placement = session.standing.context.placement
     kept: OrderedDict[str, Any] = OrderedDict()
     for name, own in captures.trained.tensors().items():
         first = tied.get(name, name)
         if first in held and session.standing.keeps(first):
-            kept[name] = held[first].detach().cpu().clone()
-        elif first not in session.standing.context.placement.owners and captures.is_own(name, own):
+            kept[str(replace(placement.piece(session.world.rank, first), name=name))] = (
+                held[first].detach().cpu().clone()
+            )
+        elif placement.owner(first) is None and captures.is_own(name, own):
             kept[name] = own.detach().cpu().clone()
     kept.update((key_of(name), module.get_extra_state()) for name, module in counting_here(session).items())
     kept._metadata = {_REMEMBERED: {"steps": steps}}  # type: ignore[attr-defined]
@@ -69,7 +73,7 @@ def gather_masters(session: Session) -> dict[str, torch.Tensor]:
         for name, tensor in session.captures.trained.named_parameters()
         if session.options.master_weights and tensor.dtype in HALF
     }
-    owners = {name: session.standing.context.placement.owners.get(name, 0) for name in wanted}
+    owners = session.standing.context.placement.owned(wanted)
     found = gather_tensors(session.world, owners, wanted, session.tensors.masters.by_name.get)
     return {name: master for name, master in found.items() if master is not None}
 
@@ -120,9 +124,10 @@ def empty_foreign(session: Session) -> None:
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             first = tied.get(name, name)
-            if tensor.is_meta or first not in trained or (held.get(first) is tensor and session.standing.keeps(first)):
+            newest = first in held and session.standing.keeps(first) and session.tensors.piece(first).is_whole
+            if tensor.is_meta or first not in trained or (newest and held[first] is tensor):
                 continue
-            if first in held and session.standing.keeps(first):
+            if newest:
                 tensor.copy_(held[first])  # trained here, on another device
             else:
                 tensor.data = tensor.data.new_empty(0)
@@ -173,6 +178,8 @@ def load_state(
     if session is not None:
         here, tied = session.tensors.held, session.tied
         held = {name: here[first] for name in own if (first := tied.get(name, name)) in here}
+        if session.standing.context.placement.cuts:
+            state = _pieces_of(session, state)
     with warnings.catch_warnings(), model.holding(held):
         warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")  # values are with the pipe
         wrong = _loaded(model, state, strict=strict)
@@ -181,16 +188,28 @@ def load_state(
     masters, kept, own_way = session.tensors.masters, remembered(state).get("masters", {}), model.own_loading()
     with torch.no_grad():
         for name, target in held.items():
+            first = session.tied.get(name, name)
             if own[name] is not target and not own[name].is_meta:
-                own[name].copy_(target)
+                session.tensors.cut(first, own[name]).copy_(target)
             given = state.get(name)
             if own_way and not (isinstance(given, torch.Tensor) and torch.equal(given.to(target), target)):
                 given = target
             if given is not None:
-                first = session.tied.get(name, name)
-                masters.take_over(first, given, kept.get(first))
+                master = kept.get(first)
+                masters.take_over(first, given, master if master is None else session.tensors.cut(first, master))
     masters.write()
     return wrong
+
+
+def _pieces_of(session: Session, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a state with pieces in place of the whole tensors of which this rank holds no more."""
+    found, tensors = OrderedDict(state), session.tensors
+    found._metadata = getattr(state, "_metadata", {})  # type: ignore[attr-defined]
+    for name, own in session.captures.trained.tensors().items():
+        first, given = session.tied.get(name, name), state.get(name)
+        if first in tensors.held and isinstance(given, torch.Tensor) and given.shape == own.shape:
+            found[name] = tensors.cut(first, given)
+    return found
 
 
 def _loaded(model: Trained, state: Mapping[str, Any], *, strict: bool) -> tuple[list[str], list[str]]:
@@ -229,7 +248,7 @@ def gather_gradients(session: Session) -> dict[str, torch.Tensor | None]:
     like = trainable | {name: torch.empty_like(trainable[name], dtype=torch.float32, device="meta") for name in wide}
     return gather_tensors(
         session.world,
-        {name: session.standing.context.placement.owners.get(name, 0) for name in trainable},
+        session.standing.context.placement.owned(trainable),
         like,
         lambda name: driven.get(name, trainable[name]).grad,
     )
@@ -243,12 +262,13 @@ def gradient_norm(session: Session, norm_type: float) -> float | None:
 
 
 def own_norms(session: Session, norm_type: float) -> dict[str, float]:
-    """Return the norm of each gradient whose parameter this rank owns, by name: each counts on one rank alone."""
-    rank, owners = session.world.rank, session.standing.context.placement.owners
+    """Return the norm of each gradient whose parameter this rank owns a piece of, by name: a piece counts on one rank
+    alone."""
+    rank, placement = session.world.rank, session.standing.context.placement
     return {
         name: float(torch.linalg.vector_norm(_wide(_elements(gradient)), norm_type))
         for name, gradient in _gradients_here(session).items()
-        if owners.get(name) == rank
+        if placement.owns(rank, name)
     }
 
 

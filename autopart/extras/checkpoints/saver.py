@@ -186,8 +186,8 @@ class Saver(Listener):
         newest = partial(newest_at, folder, own, missing_ok=missing_ok)
         names = driven_names(session, around.placeholder)
         optimizers = around.optimizers
-        held, owners = session.tensors.held, session.standing.context.placement.owners
-        like = {name: tensor for name, tensor in own.items() if name in held or name not in owners}
+        held, owner = session.tensors.held, session.standing.context.placement.owner
+        like = {name: tensor for name, tensor in own.items() if name in held or owner(name) is None}
         wanted = Wanted(like, frozenset(own), names, session.captures.trained)
         while True:
             path, document = from_rank(world, 0, _LOADING, newest)
@@ -290,7 +290,7 @@ def _adopt(session: Session, like: Mapping[str, torch.Tensor], found: Staged) ->
             value = value_for(target, name, found)
             target.copy_(value)
             if tensor is not target and tensor.device.type != "meta":
-                tensor.copy_(value)
+                session.tensors.cut(name, tensor).copy_(value)
             if name in masters.by_name:
                 masters.by_name[name].copy_(found.masters.get(name, found.weights[name]))
     masters.write()

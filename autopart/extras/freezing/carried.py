@@ -49,6 +49,7 @@ def carrying(session: Session, optimizers: Optimizers, placeholder: nn.Parameter
     on all ranks, before anything is changed, for state that has no name, and for optimizers that differ between ranks.
     Bytes sent: of the state of the parameters that move, each from one rank to the ranks that keep it now."""
     world = session.world
+    require_whole(session.standing.context)
     with together(world, _MOVING):
         names = driven_names(session, placeholder)
         try:
@@ -70,7 +71,8 @@ def carrying(session: Session, optimizers: Optimizers, placeholder: nn.Parameter
             having.setdefault(key, []).append(rank)
 
     def moved(context: RankContext) -> None:
-        wanting = context.placement.keepers
+        require_whole(context)
+        wanting = {piece.name: ranks for piece, ranks in context.placement.keepers.items()}
         arriving = {
             key: torch.empty(kind.shape, dtype=kind.dtype, device="cpu" if key[1] == "step" else world.device)
             for key, kind in where.items()
@@ -83,6 +85,13 @@ def carrying(session: Session, optimizers: Optimizers, placeholder: nn.Parameter
         _give(optimizers, whole, {**part.tensors, **arriving}, _kept(session, context, optimizers, names), placeholder)
 
     return moved
+
+
+def require_whole(context: RankContext) -> None:
+    """Raise UsageError, on all ranks alike, if the ranks hold a parameter in pieces."""
+    for name in context.placement.cuts:
+        fix = "pipe.save(folder, optimizer), close the pipe, compile the other plan and pipe.load(folder, optimizer)"
+        raise context.world.known(UsageError(f"{name} is held in pieces, whose optimizer state cannot move", fix=fix))
 
 
 def spread(
@@ -116,7 +125,7 @@ def _kept(
         name: parameter
         for _, group in groups_with(optimizers)
         for parameter in group["params"]
-        if (name := names[id(parameter)]) and name not in placement.holders
+        if (name := names[id(parameter)]) and placement.owner(name) is None
     }
     return {name: tensor for name, tensor in {**unused, **kept}.items() if isinstance(tensor, nn.Parameter)}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from torch import nn
@@ -27,6 +27,7 @@ class Engines:
     """The engines of one kind of batch on one rank.
 
     mode: "step", "loss" or "predict".  graph: of the planned capture.  synced: stages that share batch statistics.
+    together: those whose ranks exchange something within a compute.
     """
 
     def __init__(
@@ -37,9 +38,11 @@ class Engines:
         decision: Decision,
         code: StageCode,
         synced: tuple[int, ...],
+        together: Iterable[int],
     ) -> None:
         self._mode, self._context, self._world = mode, context, context.world
         self._graph, self._decision, self._code, self._synced = graph, decision, code, synced
+        self._together = together
         self._stages = decision.stages_of_rank(context.world.rank)
         self._made: dict[int, Engine] = {}
         self._runners: dict[int, StageRunner] = {}
@@ -64,7 +67,7 @@ class Engines:
         if micros not in self._made:
             program = self.program(micros)
             if not self._made:
-                open_statistics(self._world, self._decision, self._synced)
+                open_statistics(self._world, self._decision, self._together)
                 self._runners = {stage: self._runner(program, stage, steady=steady) for stage in self._stages}
             loss = None if self._mode == "predict" else self._graph.outputs[0]
             self._made[micros] = Engine(
@@ -88,8 +91,8 @@ class Engines:
         return engine
 
     def _sums(self, program: Program) -> dict[int, ReplicaSums]:
-        owners, held = self._context.values.owners, self._context.placement.tied
-        kept = {stage: replicated_of(self._graph, self._decision, stage, owners, held) for stage in self._stages}
+        owners, placement = self._context.values.owners, self._context.placement
+        kept = {stage: replicated_of(self._graph, self._decision, stage, owners, placement) for stage in self._stages}
         return open_sums(self._world, program, kept)
 
     def _runner(self, program: Program, stage: int, *, steady: frozenset[str]) -> StageRunner:

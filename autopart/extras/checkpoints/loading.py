@@ -5,7 +5,7 @@ Nothing changes before all of it has been read and checked on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,12 +26,23 @@ class Wanted:
     """What a rank wants to read.
 
     like: tensors of the model that it loads, by name.  known: every name of the model.  driven: names of the parameters
-    of its optimizers, by identity.  trained: the model, whose modules may have extra state."""
+    of its optimizers, by identity.  trained: the model, whose modules may have extra state.  cut: returns the piece of
+    a whole tensor that it keeps, by name."""
 
     like: Mapping[str, torch.Tensor]
     known: frozenset[str]
     driven: Mapping[int, str]
     trained: Trained
+    cut: Callable[[str, torch.Tensor], torch.Tensor]
+
+    def piece(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what it keeps of a tensor that was saved for this parameter or buffer, with memory of its own."""
+        like = self.like.get(name)
+        if like is None or not tensor.dim() or self.cut(name, like) is like:
+            return tensor
+        if tensor.shape != like.shape:
+            raise CheckpointError(f"state of {name} cannot be loaded", why=f"it is not cut like {name}, held in pieces")
+        return self.cut(name, tensor).clone()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,18 +91,18 @@ def staged(
             keys.append(key)
     earlier = {n: key_of(n) for n in wanted.trained.stateful() if key_of(n) in stored.weights.by_name}
     stored.check([*wanted.like, *earlier.values()], keys)
-    weights = {name: stored.weights.read(name) for name in wanted.like}
+    weights = {name: wanted.piece(name, stored.weights.read(name)) for name in wanted.like}
     result = Staged(weights, {}, options, {}, {}, {})
     for key in keys:
         tensor = stored.more.read(key)
         kind, _, rest = key.partition("/")
         title, _, name = rest.partition("/")
         if kind == MASTER:
-            result.masters[rest] = tensor
+            result.masters[rest] = wanted.piece(rest, tensor)
         elif kind == OPTIMIZER:
-            result.state[name, title] = tensor
+            result.state[name, title] = wanted.piece(name, tensor)
         else:
-            result.companions.setdefault(title, {})[name] = tensor
+            result.companions.setdefault(title, {})[name] = wanted.piece(name, tensor)
     extra = result.companions.pop(EXTRA_STATE, {}) | {key: stored.weights.read(key) for key in earlier.values()}
     saved = stored.document.companions.get(EXTRA_STATE, {name: {"$stored": key} for name, key in earlier.items()})
     result.extra_state.update(read_extra_state(wanted.trained, saved, extra))

@@ -60,7 +60,7 @@ class Executor:
         self._stages = {stage: decision.stages[stage] for stage in decision.stages_of_rank(rank)}
         synced = context.options.sync_batchnorm and self._train
         stages = synced_stages(self._world, self._graph, decision) if synced else ()
-        rewrites = rewrites_of(self._world, self._graph, decision, stages)
+        rewrites = rewrites_of(self._world, self._graph, decision, context.placement, stages)
         self._code = StageCode(
             context.captures, decision, context.tensors, self._world.device, context.values.owners, rewrites,
             backend=context.options.backend if self._train else EAGER,

@@ -8,12 +8,14 @@ from functools import partial
 
 from autopart.ir.errors import BatchError, RefusedError, UsageError
 from autopart.ir.graph import Graph
+from autopart.ir.piece import cut, whole
 from autopart.ir.plan import Decision
 from autopart.ir.shares import parts
 from autopart.runtime.group.world import World
 from autopart.runtime.stages.batch_statistics import KNOWN, PURPOSE, BatchStatistics, share_statistics
 from autopart.runtime.stages.stage_module import StageModule
 from autopart.session.lists import SHARDINGS
+from autopart.session.placement import Placement
 from autopart.session.step.loss_shares import Shares
 
 Rewrite = Callable[[StageModule], None]
@@ -49,13 +51,25 @@ def synced_stages(world: World, graph: Graph, decision: Decision) -> tuple[int, 
     return tuple(found)
 
 
-def rewrites_of(world: World, graph: Graph, decision: Decision, synced: Sequence[int]) -> dict[int, list[Rewrite]]:
+def rewrites_of(
+    world: World, graph: Graph, decision: Decision, placement: Placement, synced: Sequence[int]
+) -> dict[int, list[Rewrite]]:
     """Return what changes the code of each stage whose ranks compute together.
 
-    synced: the stages that share batch statistics; others divide parameters.  Raises UsageError over NCCL."""
+    synced: the stages that share batch statistics; others divide parameters.  Raises UsageError over NCCL, and
+    RefusedError for ranks that do not hold the pieces that they would compute with."""
     found: dict[int, list[Rewrite]] = {}
+    ops = graph.op_map()
     for number, stage in enumerate(decision.stages):
         dividing = [each for each in SHARDINGS if each.axes(graph, stage)]
+        pieces = {n: cut(n, axis, len(stage.ranks)) for each in dividing for n, axis in each.axes(graph, stage).items()}
+        for name in dict.fromkeys(name for op in stage.ops for name in ops[op].params):
+            if placement.pieces(name) != pieces.get(name, (whole(name),)):
+                raise RefusedError(
+                    f"{name} is held in pieces, and stage {number} would compute without the ranks that have the others",
+                    why="evaluation and predictions run on the first rank of a stage",
+                    fix="call the model itself inside `with pipe.full_parameters():`",
+                )
         rewrites: list[Rewrite] = [partial(each.rewrite, world=world, ranks=stage.ranks) for each in dividing]
         if number in synced:
             rewrites.append(partial(share_statistics, statistics=BatchStatistics(world, stage.ranks)))

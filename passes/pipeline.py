@@ -23,16 +23,9 @@ from autopart.passes.search.finalize import Finalized, finalize
 from autopart.passes.search.layout import SMALL
 from autopart.passes.search.proposals import proposals_of
 from autopart.passes.search.requests import check_request, check_stages
-from autopart.passes.search.search import (
-    evaluate_all,
-    evaluate_for_comparison,
-    evaluate_promising,
-    evaluate_variants,
-    refine_best,
-)
+from autopart.passes.search.search import evaluate_all, evaluate_promising
 from autopart.passes.search.space import PlanRequest, SearchSpace, Watch
-from autopart.passes.search.variants.orders import evaluate_orders, with_one_per_rank
-from autopart.passes.search.variants.slicing import evaluate_slices
+from autopart.passes.search.variants import variants
 from autopart.passes.simulation.slices import slice_shares
 from autopart.passes.simulation.stage_costs import Estimator
 
@@ -135,29 +128,21 @@ def _chosen(
 
 def search(spaces: Spaces, watch: Watch | None = None) -> Search:
     """Search for the fastest candidates (`search.search` describes the steps)."""
-    coarse, fine = map(with_one_per_rank, spaces)
-    found = Search(coarse, fine, watch)
+    found = Search(*spaces, watch)
     # Small spaces completely.
-    if evaluate_all(found):
-        evaluate_slices(found)
-        evaluate_orders(found, spaces[1])
-        return found
-    # Chains to partitions by dynamic programs, and the promising ones to simulated steps.
-    proposals = proposals_of(found)
-    evaluate_promising(found, proposals)
-    if not found.fitting:  # none of the good ones fits: others may
-        proposals = proposals_of(found, worth=math.inf) or proposals_of(found, ignore_memory=True)
-        evaluate_promising(found, proposals)
-    if not proposals:  # the model cannot be cut as requested
-        return found
-    # The best of these to other schedules, layouts and cuts.
-    evaluate_variants(found)
-    evaluate_for_comparison(found, proposals)
-    refine_best(found)
-    # The best plans for whole sequences to plans with slices of them.
-    evaluate_slices(found)
-    # The best of all to split backwards, several stages a rank, and searched orders.
-    evaluate_orders(found, spaces[1])
+    complete = evaluate_all(found)
+    if not complete:
+        # Chains to partitions by dynamic programs, and the promising ones to simulated steps.
+        found.proposals = proposals_of(found)
+        evaluate_promising(found)
+        if not found.fitting:  # none of the good ones fits: others may
+            found.proposals = proposals_of(found, worth=math.inf) or proposals_of(found, ignore_memory=True)
+            evaluate_promising(found)
+    # The best of these to other plans.
+    for variant in variants.VARIANTS:
+        if variant.leaves_family or not complete:
+            variant.evaluate(found, variant.effort)
+    found.keep_asked()
     return found
 
 

@@ -1,6 +1,6 @@
 """One rank's part of asynchronous training: it plays tick after tick, without a flush between batches.
 
-Slots, and the state that the engine keeps for them, are numbered in a ring (`ir.program.Streaming`); a tick leaves out
+Slots, and the state that the player keeps for them, are numbered in a ring (`ir.program.Streaming`); a tick leaves out
 what does not exist, before the first batch and, in a flush, behind the last one.
 """
 
@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from autopart.ir.actions import BACKWARD, COMPUTES, FORWARD, RECEIVE, UPDATE, Action, Slot
-from autopart.ir.errors import AutopartError
 from autopart.ir.program import Streaming
-from autopart.runtime.activity import encoded, set_activity
-from autopart.runtime.engine import BatchPlan, Engine, _activity, _State
+from autopart.ir.timeline import Span
+from autopart.runtime.activity import set_activity
 from autopart.runtime.messages.stream_mailbox import StreamMailbox
+from autopart.runtime.player import BatchPlan, Player, State, label_of
 from autopart.runtime.stages.versions import WeightVersions
 from autopart.runtime.sums.replicas import ReplicaSums
 from autopart.runtime.trace import StepTrace
@@ -28,41 +28,41 @@ Update = Callable[[], None]
 """Steps the optimizer of this rank's parameters."""
 
 
-class StreamEngine(Engine):
+class StreamEngine:
     """Plays asynchronous training on one rank, over Gloo.
 
-    Make it like an engine for the program of one turn of the ring; then `follow`.  losses: of the batches whose loss is
-    complete and was not taken yet, by batch since the last flush: by micro-batch of the batch (0-dim, unweighted).
+    player: of the program of one turn of the ring, with a `StreamMailbox`.  ticks: the actions of this rank in each
+    tick of the ring.  sums: of the stages that this rank trains with other replicas.  parameters: of this rank.
+    update: steps their optimizer.  losses: of the batches whose loss is complete and was not taken yet, by batch since
+    the last flush: by micro-batch of the batch (0-dim, unweighted).  spans: where the spans of actions are added, None
+    if they are not traced.
     """
 
-    mailbox = StreamMailbox
-
-    def follow(
+    def __init__(
         self,
+        player: Player,
         rhythm: Streaming,
         ticks: Sequence[Sequence[Action]],
         sums: Mapping[int, ReplicaSums],
         parameters: Mapping[str, torch.nn.Parameter],
         update: Update,
     ) -> None:
-        """Take the actions of this rank in each tick of the ring, and what an update needs.
-
-        sums: of the stages that this rank trains with other replicas.  parameters: of this rank."""
-        assert isinstance(self._mailbox, StreamMailbox)
+        assert isinstance(player.mailbox, StreamMailbox)
+        self._player, self._messages, self._runners = player, player.mailbox, player.runners
         self._rhythm, self._ticks, self._update = rhythm, ticks, update
-        self._messages = self._mailbox
         self._messages.follow(rhythm, ticks)
-        self._update_sums, self._parameters = sums, parameters
-        self._do["U"] = self._run_update
-        self._labelled = {action: encoded(_activity(action)) for tick in ticks for action in tick}
-        own: dict[int, list[tuple[int, Action]]] = {stage: [] for stage in self._runners}
+        self._sums, self._parameters = sums, parameters
+        player.do["U"] = self._run_update
+        self._labels = {action: label_of(action) for tick in ticks for action in tick}
+        own: dict[int, list[int]] = {stage: [] for stage in self._runners}
         for number, tick in enumerate(ticks):
             for action in tick:
                 if action.kind == COMPUTES[FORWARD]:
-                    own[action.stage].append((number, action))
+                    own[action.stage].append(number)
         self._forwards = own
         self._plans: deque[BatchPlan] = deque()
         self.losses: dict[int, dict[int, torch.Tensor]] = {}
+        self.spans: list[Span] | None = None
         for stage, runner in self._runners.items():
             runner.micros = rhythm.micros
             runner.versions = WeightVersions(self._trained(stage), self._version_of)
@@ -74,8 +74,8 @@ class StreamEngine(Engine):
     def _restart(self) -> None:
         self._tick = self._entered = 0
         self._plans.clear()
-        self._state: _State | None = None
-        self._trace = None
+        self._state: State | None = None
+        self._trace: StepTrace | None = None
 
     @property
     def batches(self) -> int:
@@ -100,7 +100,8 @@ class StreamEngine(Engine):
 
         given: with as many micro-batches without rows before its first as `turn` says."""
         if self._state is None:
-            self._state = _State(given, True, self._sends.copy(), {})
+            self._state = self._player.begin(given, {}, train=True)
+            self._state.named = self._named
             self._messages.open(given.rows)
         self._plans.append(self._placed(given))
         kept = self._rhythm.ring // self._rhythm.micros
@@ -145,10 +146,10 @@ class StreamEngine(Engine):
             idle={(stage, first + micro): names for (stage, micro), names in given.idle.items()},
         )
 
-    def _play_tick(self, state: _State) -> None:
+    def _play_tick(self, state: State) -> None:
         tick, rhythm = self._tick, self._rhythm
         if self._trace is None and self.spans is not None:
-            self._trace = StepTrace(self._rank, self._device)
+            self._trace = StepTrace(self._player.rank, self._player.device)
         trace = self._trace if self.spans is not None else None
         self._messages.pass_to(tick, self._entered)
         oldest = self.batches - len(self._plans)
@@ -159,27 +160,23 @@ class StreamEngine(Engine):
                 continue
             state.given = self._plans[min(micro, self._entered - 1) // rhythm.micros - oldest]
             self._renew(action, state)
-            set_activity(self._labelled[action])
-            start = trace.now() if trace is not None else None
-            self._do[action.kind](action, state)
-            if trace is not None and start is not None:
-                trace.add(action._replace(slot=action.slot._replace(micro=micro)), start)
+            self._player.play(action, self._labels[action], state, trace)
             if action.kind == COMPUTES[BACKWARD]:
                 self._collect(action, micro, state)
         self._tick += 1
 
-    def _located(self, error: Exception, action: Action) -> AutopartError:
-        """Return the error with stage, micro-batch (counted from the last flush), module and line."""
+    def _named(self, action: Action) -> Action:
+        """Return an action of this tick with its micro-batch, counted from the last flush."""
         micro = self._tick - (0 if action.is_a.way == FORWARD else self._rhythm.lags[action.stage])
-        return super()._located(error, action._replace(slot=action.slot._replace(micro=micro)))
+        return action._replace(slot=action.slot._replace(micro=micro))
 
-    def _renew(self, action: Action, state: _State) -> None:
+    def _renew(self, action: Action, state: State) -> None:
         """Count the messages of a slot that is used again."""
         if action.kind in COMPUTES.values() and action.is_a.role != RECEIVE:
             way = action.is_a.way
-            state.sends_left[action.slot, way] = self._sends[action.slot, way]
+            state.sends_left[action.slot, way] = self._player.sends[action.slot, way]
 
-    def _collect(self, action: Action, micro: int, state: _State) -> None:
+    def _collect(self, action: Action, micro: int, state: State) -> None:
         """Keep the loss of a micro-batch, and forget what its slot holds."""
         if action.stage == state.loss_stage and action.micro in state.losses:
             batch, number = divmod(micro, self._rhythm.micros)
@@ -191,14 +188,14 @@ class StreamEngine(Engine):
         """Return the version for the micro-batch that enters a slot in this tick."""
         return self._rhythm.version(slot.stage, self._tick // self._rhythm.micros)
 
-    def _run_update(self, action: Action, state: _State) -> None:
+    def _run_update(self, action: Action, state: State) -> None:
         """Sum the gradients of the micro-batches since the last update over the replicas, and update the weights."""
         stage, rhythm = action.stage, self._rhythm
         micro = self._tick - rhythm.lags[stage]
         first = micro - rhythm.updates[stage] + 1
         batches = (min(micro + 1, self._entered) - first) // rhythm.micros
         trained: dict[str, Any] = self._trained(stage)
-        sums = self._update_sums.get(stage)
+        sums = self._sums.get(stage)
         if sums is not None:
             new_buffers = self._runners[stage].new_buffers(sums.updated)
             sums.begin(self._parameters)
@@ -218,5 +215,5 @@ class StreamEngine(Engine):
         later = self._tick + 1
         ring = self._rhythm.ring
         turn, place = divmod(later, ring)
-        ticks = [number for number, _ in self._forwards[stage]]
+        ticks = self._forwards[stage]
         return next((turn * ring + n for n in ticks if n >= place), (turn + 1) * ring + ticks[0])

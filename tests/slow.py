@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "testing.md"
 
 PARTS = {
+    "any-plan": ["e2e/test_any_plan.py"],
     "grid": ["e2e/test_grid.py"],
     "peers": ["e2e/test_peer_cases.py"],
     "small-models": ["e2e/test_small_models.py"],

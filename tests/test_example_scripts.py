@@ -34,10 +34,11 @@ SIZES = {
     "gpt": "--rows 8 --tokens 16 --layers 2 --width 32 --lr 1e-3 --every 2 --steps",
     "fine_tune": "--lines 6 --rows 6 --layers 1 --width 32 --epochs",
     "vision": "--images 32 --rows 8 --blocks 1 --width 4 --epochs",
+    "lora": "--samples 20 --rows 8 --layers 2 --width 16 --epochs",
     "preempted": "--samples 44 --rows 8 --depth 2 --width 8 --every 4 --epochs",
 }
-SHORT = {"gpt": 4, "fine_tune": 1, "vision": 1, "preempted": 2}
-LONG = {"gpt": 8, "fine_tune": 3, "vision": 3, "preempted": 3}
+SHORT = {"gpt": 4, "fine_tune": 1, "vision": 1, "lora": 2, "preempted": 2}
+LONG = {"gpt": 8, "fine_tune": 3, "vision": 3, "lora": 3, "preempted": 3}
 """Steps or epochs of a run without and with a kill."""
 TORCHRUN = [
     sys.executable,
@@ -62,7 +63,9 @@ def code_of(script: str) -> list[str]:
     return [line for number, line in enumerate(text.splitlines(), start=1) if number in kept]
 
 
-@pytest.mark.parametrize(("name", "limit"), [("gpt", 12), ("fine_tune", 6), ("vision", 6), ("preempted", 13)])
+@pytest.mark.parametrize(
+    ("name", "limit"), [("gpt", 12), ("fine_tune", 6), ("vision", 6), ("lora", 6), ("preempted", 13)]
+)
 def test_a_script_adds_or_changes_few_lines_of_the_plain_one(name: str, limit: int) -> None:
     """Counted are lines of code that the plain script does not have, new indentation included."""
     plain, piped = code_of(f"{name}_plain"), code_of(f"{name}_pipeline")
@@ -101,6 +104,8 @@ def results(name: str, folder: Path) -> list[dict[str, torch.Tensor]]:
             model.load_state_dict(torch.load(folder / f"{kind}-out"))
             states.append(dict(model.state_dict()))
         return states
+    if name == "lora":
+        return [load_file(folder / f"{kind}-out" / "adapter_model.safetensors") for kind in ("plain", "pipeline")]
     if name == "fine_tune":
         return [
             transformers.BertForSequenceClassification.from_pretrained(folder / f"{kind}-out").state_dict()

@@ -65,19 +65,23 @@ class Maker:
         return mine, batch
 
     def context(
-        self, planned: Planned, earlier: LocalTensors | None = None, values: Values = without_values
+        self, planned: Planned, earlier: RankContext | None = None, values: Values = without_values
     ) -> RankContext:
-        """Return what executors share under a plan.  earlier: tensors that this rank held before.  values: of
-        tensors on the meta device.  Collective."""
+        """Return what executors share under a plan.  earlier: under the plan before.  values: of tensors on the meta
+        device.  Collective."""
         graph, decision = planned.captured.graph, planned.plan.decision
-        placement = placement_of(graph, decision)
+        used = placement_of(graph, decision)
+        placement = used.with_unused(earlier.placement) if earlier is not None else used
         rank, wanted = self._world.rank, self._options.master_weights
         mastered: Callable[[str], bool] = lambda name: wanted and placement.keeps(rank, name)  # noqa: E731
-        tensors = LocalTensors(self._world.device, earlier, mastered, values, partial(placement.piece, rank))
+        before, piece = earlier.tensors if earlier else None, partial(placement.piece, rank)
+        tensors = LocalTensors(self._world.device, before, mastered, values, piece)
         mine = decision.stages_of_rank(rank)
         tensors.hold([name for name, home in homes(decision, graph).items() if home in mine], planned.captured.tensors)
         if rank in planned.plan.stages[0].ranks:
             tensors.hold(graph.before, planned.captured.tensors)
+        unused = placement.holders.keys() - used.holders.keys()
+        tensors.hold([piece.name for piece in unused if rank in placement.holders[piece]], planned.captured.tensors)
         shared = SharedValues(self._world, placement.sharing, tensors.held)
         return RankContext(self._world, self._captures, tensors, placement, shared, self._options)
 

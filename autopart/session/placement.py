@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 
 import torch
@@ -15,7 +15,7 @@ from autopart.ir.plan import Decision, Stage
 from autopart.ir.shares import owners_of
 from autopart.passes.program.routing import homes, tied
 from autopart.runtime.group.world import World
-from autopart.runtime.moves import Route, move_tensors
+from autopart.runtime.messages.moves import Route, move_tensors
 from autopart.runtime.sums.shared_values import Sharing
 from autopart.runtime.tensors import LocalTensors, common
 from autopart.session.lists import SHARDINGS
@@ -56,6 +56,19 @@ class Placement:
         """Return what a rank holds of a tensor, if it holds anything of it."""
         pieces = self.pieces(name)
         return pieces[0] if len(pieces) == 1 else next((p for p in pieces if rank in self.holders[p]), pieces[0])
+
+    def with_unused(self, earlier: Placement) -> Placement:
+        """Return this placement with the tensors that only an earlier one has, where they were: their values may have
+        been trained, and a later plan may use them again, as that of another adapter does."""
+        own = {piece.name for piece in self.owners}
+        unused = [piece for piece in earlier.owners if piece.name not in own]
+        return replace(
+            self,
+            holders={**{p: earlier.holders[p] for p in unused}, **self.holders},
+            keepers={**{p: earlier.keepers[p] for p in unused if p in earlier.keepers}, **self.keepers},
+            owners={**{p: earlier.owners[p] for p in unused}, **self.owners},
+            cuts={**{p.name: earlier.cuts[p.name] for p in unused if p.name in earlier.cuts}, **self.cuts},
+        )
 
     def keeps(self, rank: int, name: str) -> bool:
         """Return whether a rank that holds this tensor keeps its gradient and optimizer state."""

@@ -13,8 +13,8 @@ from autopart.capture.python.guards import check_autocast
 from autopart.ir.errors import BatchError, OtherProgramError
 from autopart.options import Options
 from autopart.runtime.activity import patient, set_activity
-from autopart.runtime.engine import BatchPlan
 from autopart.runtime.group.world import World
+from autopart.runtime.player import BatchPlan
 from autopart.session.executors.executor import Executor
 from autopart.session.executors.kinds import Kind, KnownKinds, largest_part
 from autopart.session.lists import BATCH_STEPS, Samples

@@ -124,7 +124,7 @@ class Session:
             move = prepare()
             wanted = replace(self.options, plan=plan)
             planned, batch = self._maker.plan(replace(self.batch, kept=tuple(kept)), wanted)
-            context = self._maker.context(planned, self.tensors, self._maker.empty)
+            context = self._maker.context(planned, self.standing.context, self._maker.empty)
             executor = self._maker.executor(planned, context, batch)
             began, before = time.perf_counter(), self.standing.context
             with self.calls.running("moving the weights to another plan"):

@@ -121,6 +121,8 @@ def empty_foreign(session: Session) -> None:
     session.tensors.masters.write()
     updated = {buffer for buffer, _ in session.graph.updates}
     trained = {param.name for param in session.graph.params if param.trainable} | updated
+    owned = {piece.name for piece in session.standing.context.placement.owners}
+    trained |= owned - {param.name for param in session.graph.params}
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             first = tied.get(name, name)

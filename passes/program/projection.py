@@ -143,5 +143,7 @@ def check_gradients_stay(graph: Graph, stages: tuple[Stage, ...], trained: Graph
                 why="no rank holds it"
                 if not held
                 else f"stages {held} hold it, and stages {users[param.name]} use it here",
-                fix="compile with a batch of this kind as the sample",
+                fix="pipe.replan(optimizer): it was frozen when the plan was made, and has no place in it"
+                if not held and param.name not in {p.name for p in trained.params if p.trainable}
+                else "compile with a batch of this kind as the sample",
             )

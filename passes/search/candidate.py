@@ -13,12 +13,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate
 from math import log2
+from typing import NamedTuple
 
 from autopart.ir.device_kinds import DEVICE_KINDS
 from autopart.passes.program.orders import ONE, placed
 from autopart.passes.program.schedules import find
 from autopart.passes.search.layout import Layout
-from autopart.passes.search.space import is_other
+from autopart.passes.search.space import SearchSpace, is_other
 
 DOUBLING = 0.02
 """A plan with twice the stages is chosen if it makes the step shorter by at least this part: predicted steps are off by
@@ -89,3 +90,10 @@ class Candidate:
         ranks = [self.layout.ranks(start, width) for start, width in zip(starts, self.widths, strict=False)]
         homes = placed(self.placement, self.stages, len(ranks)) or range(len(ranks))
         return tuple([ranks[home] for home in homes])
+
+
+class Proposal(NamedTuple):
+    """A candidate and the space whose blocks it cuts."""
+
+    space: SearchSpace
+    candidate: Candidate

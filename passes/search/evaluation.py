@@ -14,7 +14,7 @@ from autopart.ir.decision import Decision, Stage
 from autopart.ir.plan import Estimate
 from autopart.passes.program.learning import with_forward_only
 from autopart.passes.program.routing import edges, tied
-from autopart.passes.search.candidate import Candidate
+from autopart.passes.search.candidate import Candidate, Proposal
 from autopart.passes.search.layout import in_proportion
 from autopart.passes.search.memory.jointly import Fitted, fitted_jointly
 from autopart.passes.search.memory.recomputation import recomputed_stage
@@ -157,18 +157,19 @@ def _fit(space: SearchSpace, decision: Decision, spare_bytes: Sequence[int]) -> 
 
 
 class Search:
-    """One search: its two spaces, and everything that it has evaluated.
+    """One search: its spaces, and everything that it has evaluated.
 
     coarse: a chain of few blocks, for pipelines of at most `layout.SMALL` positions.  fine: one of more blocks, for
-    deeper pipelines and for refinement; it can be cut wherever coarse can, and small models have one for both.  watch:
-    called on progress.  fitting: evaluations that fit, by plan.  nearest: of the others the one that lacks least.
-    other_orders: whether plans outside 1F1B's family were tried.
+    deeper pipelines and for refinement; it can be cut wherever coarse can, and small models have one for both.  asked:
+    like fine, but its request may name several stages a rank.  watch: called on progress.  proposals: of the dynamic
+    programs.  fitting: evaluations that fit, by plan.  other_orders: whether plans outside 1F1B's family were tried.
     """
 
     def __init__(self, coarse: SearchSpace, fine: SearchSpace, watch: Watch | None = None) -> None:
-        self.coarse, self.fine, self._watch = coarse, fine, watch
+        self.coarse, self.fine, self.asked = coarse.with_one_per_rank(), fine.with_one_per_rank(), fine
+        self._watch = watch
+        self.proposals: list[Proposal] = []
         self.fitting: dict[tuple[object, ...], Evaluation] = {}
-        self.nearest: Evaluation | None = None
         self.other_orders = False
         self._known: dict[tuple[object, ...], Evaluation] = {}
 
@@ -194,9 +195,16 @@ class Search:
         evaluation = self.evaluated(space, candidate)
         if evaluation.fits:
             self.fitting[evaluation.key] = evaluation
-        elif self.nearest is None or evaluation.over_bytes < self.nearest.over_bytes:
-            self.nearest = evaluation
         return evaluation
+
+    @property
+    def nearest(self) -> Evaluation | None:
+        """Of the evaluations that do not fit the one that lacks least."""
+        return next(iter(self._lacking), None)
+
+    @property
+    def _lacking(self) -> list[Evaluation]:
+        return sorted((e for e in self._known.values() if not e.fits), key=lambda e: e.over_bytes)
 
     @property
     def ranked(self) -> list[Evaluation]:
@@ -226,17 +234,24 @@ class Search:
         """The fastest that fits of each number of stages, in the order of `preference`."""
         return sorted(_first_of_each(self.ranked, lambda e: e.stages), key=lambda e: e.preference)
 
-    def keep(self, allows: Callable[[Candidate], bool]) -> None:
-        """Drop results that are not allowed, which served to find others."""
-        self.fitting = {key: e for key, e in self.fitting.items() if allows(e.candidate)}
-        known = [e for e in self._known.values() if not e.fits and allows(e.candidate)]
-        self.nearest = min(known, key=lambda e: e.over_bytes, default=None)
+    def keep_asked(self) -> None:
+        """Drop results whose schedule or stages a rank the request does not allow: they served to find others."""
+        request = self.asked.request
+
+        def is_asked(plan: Candidate) -> bool:
+            return request.schedule in ("auto", plan.schedule) and plan.per_rank in request.numbers_per_rank
+
+        if not request.is_free:
+            self._known = {key: e for key, e in self._known.items() if is_asked(e.candidate)}
+            self.fitting = {key: e for key, e in self.fitting.items() if key in self._known}
 
     def finalists(self, most: int) -> list[Evaluation]:
-        """Return the fastest with different numbers of stages, pipelines or rows; the nearest when none fits."""
-        pool = self.ranked or ([self.nearest] if self.nearest else [])
+        """Return the fastest of 1F1B's family with different numbers of stages, pipelines or rows; if none fits the
+        nearest."""
+        family, lacking = ([e for e in some if not e.candidate.other_order] for some in (self.ranked, self._lacking))
         shapes = _first_of_each(
-            pool, lambda e: (e.stages, e.candidate.layout.pipeline_replicas, len(e.candidate.micro_rows))
+            family or lacking[:1],
+            lambda e: (e.stages, e.candidate.layout.pipeline_replicas, len(e.candidate.micro_rows)),
         )
         return shapes[:most]
 

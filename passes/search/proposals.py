@@ -15,11 +15,11 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations, product
 from math import comb
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from autopart.passes.search.candidate import Candidate
+from autopart.passes.search.candidate import Candidate, Proposal
 from autopart.passes.search.evaluation import Search
 from autopart.passes.search.layout import SMALL, Layout, layouts
 from autopart.passes.search.partition import INFEASIBLE, Partition, solve_partition
@@ -41,13 +41,6 @@ MOST_STAGES = 128
 """The most stages, unless the user asks for more."""
 MOST_MICROBATCH_OPTIONS = 12
 """Ways to cut the batch that get dynamic programs; the others are tried in refinement."""
-
-
-class Proposal(NamedTuple):
-    """A candidate and the space whose blocks it cuts."""
-
-    space: SearchSpace
-    candidate: Candidate
 
 
 def proposals_of(search: Search, *, ignore_memory: bool = False, worth: float = WORTH) -> list[Proposal]:

@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from autopart.passes.search.candidate import Candidate
+from autopart.passes.search.candidate import Candidate, Proposal
 from autopart.passes.search.evaluation import Evaluation, Search
 from autopart.passes.search.layout import layouts
-from autopart.passes.search.proposals import HOPELESS, Proposal, enumerate_all, with_equal_stages
+from autopart.passes.search.proposals import HOPELESS, enumerate_all, with_equal_stages
 from autopart.passes.search.refinement import actions_of, balanced, finer, refined
 from autopart.passes.search.space import SearchSpace
 from autopart.passes.search.variants.even_cuts import even_bounds
@@ -30,7 +30,7 @@ VARIED = 4
 LEAST_VARIANTS = 5
 """Variants of each of these that are tried however long their programs are."""
 REFINED = 3
-"""Evaluated candidates that are refined."""
+"""Evaluated candidates that are refined, which share the effort."""
 HOPEFUL, CLOSE = 1.04, 1.005
 """How far above the best a candidate may be to be refined, and to be refined once more over finer blocks."""
 FAR_FEWER = 0.75
@@ -38,7 +38,7 @@ FAR_FEWER = 0.75
 FEW = 4
 """Micro-batches per stage up to which equal stages are tried too, since the pipeline latency misjudges them."""
 EFFORT = 250_000
-"""Actions that may be simulated in refining, and in comparing schedules and layouts."""
+"""Actions that may be simulated in evaluating proposals."""
 
 
 # ---- small spaces --------------------------------------------------------------------------------------------------
@@ -55,10 +55,10 @@ def evaluate_all(search: Search) -> bool:
 # ---- proposals -----------------------------------------------------------------------------------------------------
 
 
-def evaluate_promising(search: Search, proposals: list[Proposal]) -> None:
+def evaluate_promising(search: Search) -> None:
     """Evaluate the promising proposals that are not hopeless, while effort is left or nothing fits."""
     effort = EFFORT
-    for space, candidate in _promising(proposals):
+    for space, candidate in _promising(search.proposals):
         hopeless = bool(search.fitting) and candidate.latency_ns > HOPELESS * search.best_ns
         if not hopeless and (effort > 0 or not search.fitting):
             search.evaluate(space, candidate)
@@ -85,8 +85,11 @@ def _promising(proposals: list[Proposal]) -> list[Proposal]:
     return [ranked[place] for place in chosen]
 
 
-def evaluate_for_comparison(search: Search, proposals: list[Proposal]) -> None:
-    """Evaluate, for explanations, a stage fewer and more than the best has, and the best without replicas."""
+def evaluate_for_comparison(search: Search, effort: int) -> None:
+    """Evaluate, for explanations, a stage fewer and more than the best has, and the best without replicas.
+
+    effort: proposals.
+    """
     if search.best is None:
         return
     stages = search.best.stages
@@ -95,8 +98,8 @@ def evaluate_for_comparison(search: Search, proposals: list[Proposal]) -> None:
         lambda candidate: candidate.stages == stages + 1,
         lambda candidate: candidate.stages > 1 and candidate.most_replicas == 1,
     )
-    ranked = _by_latency(proposals)
-    for is_wanted in wanted:
+    ranked = _by_latency(search.proposals)
+    for is_wanted in wanted[:effort]:
         found = next((proposal for proposal in ranked if is_wanted(proposal.candidate)), None)
         if found is not None:
             search.evaluate(*found)
@@ -105,9 +108,9 @@ def evaluate_for_comparison(search: Search, proposals: list[Proposal]) -> None:
 # ---- variants ------------------------------------------------------------------------------------------------------
 
 
-def evaluate_variants(search: Search) -> None:
+def evaluate_layouts(search: Search, effort: int) -> None:
     """Evaluate the fastest under all schedules and layouts, as far as effort allows, and with even cuts."""
-    effort, fine = EFFORT, search.fine
+    fine = search.fine
     for evaluation in search.finalists(VARIED):
         candidate, space = evaluation.candidate, evaluation.space
         actions = actions_of(candidate)
@@ -154,13 +157,14 @@ def with_even_cuts(candidate: Candidate, space: SearchSpace) -> Candidate | None
 # ---- refinement ----------------------------------------------------------------------------------------------------
 
 
-def refine_best(search: Search) -> None:
+def refine_best(search: Search, effort: int) -> None:
     """Refine the fastest, and those that may be preferred to them (`Candidate.preference`), best first."""
+    effort //= REFINED  # each
     done = set()
     for evaluation in search.finalists(REFINED):
         done.add(evaluation.stages)
         if not search.fitting or evaluation.step_ns <= HOPEFUL * search.best_ns:
-            _refine(search, evaluation)
+            _refine(search, evaluation, effort)
         search.tell("refine")
     for evaluation in search.preferred[:REFINED]:
         preferred = search.preferred[0]
@@ -168,22 +172,21 @@ def refine_best(search: Search) -> None:
         is_apart = evaluation.stages <= FAR_FEWER * preferred.stages
         if evaluation.stages not in done and (evaluation is preferred or (is_near and is_apart)):
             done.add(evaluation.stages)
-            _refine(search, evaluation)
+            _refine(search, evaluation, effort)
             search.tell("refine")
 
 
-def _refine(search: Search, evaluation: Evaluation) -> None:
+def _refine(search: Search, evaluation: Evaluation, effort: int) -> None:
     """Refine one, and if it comes close to the best, once more over finer blocks."""
-    near, fine = _refined_over_its_blocks(search, evaluation), search.fine
+    near, fine = _refined_over_its_blocks(search, evaluation, effort), search.fine
     if near.space.chain.n < fine.chain.n and (not search.fitting or _is_close(search, near)):
-        _refined_over_its_blocks(search, search.evaluate(fine, finer(near, fine)))
+        _refined_over_its_blocks(search, search.evaluate(fine, finer(near, fine)), effort)
 
 
-def _refined_over_its_blocks(search: Search, evaluation: Evaluation) -> Evaluation:
+def _refined_over_its_blocks(search: Search, evaluation: Evaluation, effort: int) -> Evaluation:
     """Refine the candidate; first all cuts at once, where programs are too long to move them one by one."""
-    moves = EFFORT // REFINED // actions_of(evaluation.candidate)
-    is_long = moves < 2 * evaluation.stages
-    return refined(search, balanced(search, evaluation) if is_long else evaluation, EFFORT // REFINED)
+    is_long = effort // actions_of(evaluation.candidate) < 2 * evaluation.stages
+    return refined(search, balanced(search, evaluation) if is_long else evaluation, effort)
 
 
 def _is_close(search: Search, evaluation: Evaluation) -> bool:

@@ -184,7 +184,7 @@ class SearchSpace:
     """A chain of blocks to cut, its costs on a cluster, and the request.
 
     costs: estimates over the blocks.  fine: the graph that the blocks were made of.  forced: boundaries that must be
-    cuts.  recomputed, grouped: results of `recomputation`, each found once.
+    cuts.  recomputed, grouped: results of `recomputation`, each found once.  finer: spaces of more blocks, by number.
     """
 
     chain: BlockChain
@@ -196,6 +196,12 @@ class SearchSpace:
     grouped: dict[Hashable, dict[int, list[tuple[int, list[range]]]]] = field(
         default_factory=dict, init=False, compare=False
     )
+    finer: dict[int, SearchSpace] = field(default_factory=dict, init=False, compare=False)
+
+    def with_one_per_rank(self) -> SearchSpace:
+        """Return the space of the plans that other orders are tried on: one stage a rank, cut wherever that is best."""
+        request = self.request.with_one_per_rank()
+        return self if request is self.request else replace(self, request=request, forced=())
 
     @cached_property
     def learning(self) -> frozenset[str]:

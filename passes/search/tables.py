@@ -197,12 +197,6 @@ class StageCostTables:
         whole: Ints = -(-micros // alternating) * work + steps * following
         return whole
 
-    def _older_versions(self, live: int) -> int:
-        """Return how many versions of its weights, older than the newest, an asynchronous stage holds."""
-        if self.schedule == DELAYED:
-            return 1
-        return -(-(live - 1) // len(self.micro_rows)) if streams(find(self.schedule)) else live - 1
-
     # ---- time ------------------------------------------------------------------------------------------------------
 
     def _work(self, live: int, replicas: int, share: int, place: _Place) -> Ints:
@@ -291,8 +285,10 @@ class StageCostTables:
         request = self.space.request
         memory = self._memory(share, place.device_types, replicas)
         static = memory.static
-        if not find(self.schedule).synchronous:
-            static = static + self._older_versions(live) * self._by_length(self.space.chain.weights)
+        if not find(self.schedule).synchronous:  # older versions of the weights
+            streaming = -(-(live - 1) // len(self.micro_rows)) if streams(find(self.schedule)) else live - 1
+            versions = 1 if self.schedule == DELAYED else streaming
+            static = static + versions * self._by_length(self.space.chain.weights)
         over = static + np.where(self._learns, live, 1) * memory.held - place.memory_bytes
         recompute_all = request.recompute == "all"
         if not recompute_all and not (over > 0).any():
@@ -325,7 +321,9 @@ class StageCostTables:
         messages = MESSAGES_AHEAD * enters + under_way * costs.crossing[ends_of(chain.n, self.longest)]
         saved, edges, redone = self._asked_memory(costs)
         static = weights + state + self._by_length(costs.scratch) + messages + redone
-        static[0] += len(self.micro_rows) * -(-self._inputs_bytes() // replicas)
+        sizes = zip(chain.blocks.values, chain.range_costs(Size(self._rows)).sizes.tolist(), strict=True)
+        inputs = sum(size for value, size in sizes if value.name in chain.blocks.inputs)
+        static[0] += len(self.micro_rows) * -(-inputs // replicas)
         least = self._by_length(costs.least_crossing)
         gained = saved - self._by_length(costs.kept) + edges
         return _Memory(static, saved + enters, gained, saved, least, redone)
@@ -347,12 +345,6 @@ class StageCostTables:
         largest_group = largest(np.where(inside, whole[groups], 0))
         edges = np.where(inside & ~first, crossing, 0)
         return self._sums(kept), self._sums(edges), self._by_length(largest_group)
-
-    def _inputs_bytes(self) -> int:
-        """Return the bytes of the inputs of a micro-batch."""
-        costs, blocks = self.space.chain.range_costs(Size(self._rows)), self.space.chain.blocks
-        size = dict(zip([value.name for value in blocks.values], costs.sizes.tolist(), strict=True))
-        return sum(size[name] for name in blocks.inputs)
 
     # ---- ranges by length ------------------------------------------------------------------------------------------
 

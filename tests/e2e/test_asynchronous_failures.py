@@ -51,14 +51,17 @@ def test_an_update_that_raises_ends_training_and_leaves_a_version_of_each_stage(
     history = weights_after(12)
     for own, seen in enumerate(found):
         kind, text = seen["raised"]
-        if rank in (own, -1):
-            assert (kind, text) == ("ValueError", f"the {place} gave up")
+        first = kind == "ValueError"  # where both raise, the last stage may end the other before its update
+        assert first or rank != own
+        if first:
+            assert rank in (own, -1) and text == f"the {place} gave up"
         else:
-            assert kind == "WorkerError" and f"rank {rank} failed first: ValueError: the {place} gave up" in text
+            failed = 1 - own if rank == -1 else rank
+            assert kind == "WorkerError" and f"rank {failed} failed first: ValueError: the {place} gave up" in text
         for call, (name, what) in seen["after"].items():
             assert name == "RunError" and "Stages may be some updates apart" in what, call
         made = [n for n, weights in enumerate(history[own]) if _equal(seen["left"], named(own, weights))]
-        if rank in (own, -1):
+        if first:
             assert made == [BATCH + (place == "scheduler")]
         else:
             assert len(made) == 1 and abs(made[0] - BATCH) <= 2

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Set
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from autopart.capture.source_location import INSTALLED
 from autopart.capture.trained import Trained
@@ -86,12 +87,26 @@ def _check_values(model: nn.Module) -> None:
                 why="a lazy module gets its parameters when it is called first",
                 fix="call the model once on a batch before compile, and make the optimizer after that",
             )
+        if _quantized(tensor):
+            raise RefusedError(
+                f"{name} is quantized: a {type(tensor).__module__}.{type(tensor).__qualname__}",
+                why="its scales and its way to compute belong to its class, and a captured program holds plain tensors",
+                fix="load the base model without quantization_config, in torch.bfloat16: frozen, it has neither "
+                "gradients nor optimizer state, and each rank holds its stages alone (docs/lora.md)",
+            )
         if getattr(tensor, EMPTIED, False) and tensor.numel() == 0:
             raise UsageError(
                 f"{name} is empty: its trained values stayed on another rank when a pipe was closed",
                 why="the pipe was closed with sync=False, or after a failure",
                 fix="build the model again, and load a state that was saved before",
             )
+
+
+def _quantized(tensor: torch.Tensor) -> bool:
+    """Return whether numbers of a tensor are codes: of torchao's kind, or of a foreign class as in bitsandbytes."""
+    foreign = type(tensor).__module__.split(".")[0] != "torch"
+    codes = not (tensor.is_floating_point() or tensor.is_complex()) or hasattr(tensor, "quant_state")
+    return foreign and (codes or is_traceable_wrapper_subclass(tensor))
 
 
 def check_hooks(model: nn.Module) -> None:

@@ -20,7 +20,7 @@ from autopart.ir.errors import UsageError
 from autopart.ir.plan import Plan
 from autopart.passes.program.stream import streaming_of
 from autopart.runtime.activity import set_activity
-from autopart.runtime.engine import BatchPlan
+from autopart.runtime.player import BatchPlan
 from autopart.runtime.stream import StreamEngine
 from autopart.session.executors.executor import Executor
 from autopart.session.ranks.agreement import FAILURES

@@ -14,7 +14,7 @@ from torch import nn
 
 from autopart.files.checkpoints.document import OptimizerState
 from autopart.ir.errors import CheckpointError, UsageError
-from autopart.runtime.moves import move_tensors
+from autopart.runtime.messages.moves import move_tensors
 from autopart.session.executors.context import RankContext
 from autopart.session.ranks.agreement import together
 from autopart.session.session import Session

@@ -13,7 +13,7 @@ from autopart.extras.freezing.carried import spread
 from autopart.ir.graph import Graph
 from autopart.ir.piece import overlap, whole
 from autopart.runtime.group.world import World
-from autopart.runtime.moves import move_tensors
+from autopart.runtime.messages.moves import move_tensors
 from autopart.session.placement import Placement, routes
 
 Pairs = Mapping[tuple[int, int], int]

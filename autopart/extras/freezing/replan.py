@@ -16,10 +16,11 @@ from autopart.extras.freezing.kept.activations import AutoCache, activations_of
 from autopart.extras.freezing.known_costs import known_costs
 from autopart.extras.freezing.moving import KeptBytes, Pairs, moved_bytes, predicted_s
 from autopart.ir.cluster import Cluster
-from autopart.ir.errors import RefusedError
+from autopart.ir.errors import PlanError, RefusedError
 from autopart.ir.plan import Decision, Plan
 from autopart.ir.size import Size
 from autopart.options import Options
+from autopart.passes.program.projection import check_gradients_stay
 from autopart.planning.make import make_plan
 from autopart.planning.simulated import simulated_step_ns
 from autopart.session.executors.kinds import projected
@@ -61,7 +62,7 @@ class Replanned:
 @dataclass(frozen=True, slots=True)
 class _Proposal:
     """What rank 0 tells all ranks: the best plan, whether it is the one that runs, the seconds of a step of that one
-    (None if it cannot go on: it begins behind layers that learn again), and the bytes that move.
+    (None if it cannot go on), and the bytes that move.
 
     specs: what the plan begins with, () if with the batch.  beside_s, once_s: seconds for that in a step, and once.
     note: why the plan does not begin behind frozen layers, if that was asked.
@@ -190,7 +191,7 @@ def _pays(behind: Behind, whole: Plan, steps: int | None) -> bool:
 
 def _running(session: Session, cluster: Cluster, options: Options) -> tuple[float | None, Decision | None]:
     """Return the simulated seconds of a step of the plan that runs, for the model as it is, and its decision; None if
-    it begins behind layers that learn again."""
+    it cannot run that: it begins behind layers that learn again, or no stage holds a parameter that learns now."""
     batch, captures, running = session.batch, session.captures, session.plan
     try:
         captured = captures(batch, Size(max(running.micro_rows)))
@@ -198,7 +199,11 @@ def _running(session: Session, cluster: Cluster, options: Options) -> tuple[floa
         if batch.kept:
             return None, None
         raise
-    decision = projected(captured, session.graph, running.decision)
+    try:
+        decision = projected(captured, session.graph, running.decision)
+        check_gradients_stay(captured.graph, decision.stages, session.graph, running.decision)
+    except PlanError:
+        return None, None
     now_ns = simulated_step_ns(replace(running, decision=decision), captured, captures, batch, cluster, options)
     return now_ns * 1e-9 + activations_of(session).beside_s, decision
 
@@ -210,7 +215,7 @@ def _judged(proposal: _Proposal, steps: int | None, pause_s: float) -> tuple[boo
     if proposal.runs:
         return False, f"the plan that runs is still the best one{noted}"
     if now_s is None:
-        return True, f"the plan that ran begins behind layers that learn again{noted}"
+        return True, f"the plan that ran has no place for what learns now{noted}"
     gain_s = now_s - then_s
     reading = f", with {proposal.beside_s * 1e3:.1f} ms for activations that are kept" if proposal.specs else ""
     compared = f"a step would take {then_s * 1e3:.1f} ms{reading} instead of {now_s * 1e3:.1f} ms (simulated)"

@@ -13,9 +13,13 @@ from autopart.ir.program import Program
 from autopart.passes.program.messages import check_messages
 from autopart.passes.program.stream import ring_programs, ring_ticks
 from autopart.runtime.engine import Engine
+from autopart.runtime.messages.mailbox import Mailbox
+from autopart.runtime.messages.stream_mailbox import StreamMailbox
+from autopart.runtime.player import Player
 from autopart.runtime.stages.stage import StageRunner
 from autopart.runtime.stream import StreamEngine, Update
 from autopart.runtime.sums.replicas import ReplicaSums, open_sums
+from autopart.runtime.sums.shared_values import SharedValues
 from autopart.session.executors.context import RankContext
 from autopart.session.executors.evaluation import evaluation_program
 from autopart.session.step.parts import of_micros, replicated_of, training_program
@@ -69,11 +73,8 @@ class Engines:
             if not self._made:
                 open_statistics(self._world, self._decision, self._together)
                 self._runners = {stage: self._runner(program, stage, steady=steady) for stage in self._stages}
-            loss = None if self._mode == "predict" else self._graph.outputs[0]
-            self._made[micros] = Engine(
-                self._world, program, self._runners, self._code.specs, self._graph.op_map(), loss, self._code.layouts,
-                self._sums(program), self._context.values,
-            )  # fmt: skip
+            player = self._player(program, self._runners, Mailbox, self._sums(program), self._context.values)
+            self._made[micros] = Engine(self._world, player)
         return self._made[micros]
 
     def stream(
@@ -85,10 +86,22 @@ class Engines:
         decision = replace(self._decision, micro_rows=(1,) * micros)
         rhythm, turn, turns = ring_programs(decision, self._graph, self._code.prologue)
         runners = {stage: self._runner(turn, stage, steady=steady) for stage in self._stages}
-        ops, loss = self._graph.op_map(), self._graph.outputs[0]
-        engine = StreamEngine(self._world, turn, runners, self._code.specs, ops, loss, self._code.layouts)
-        engine.follow(rhythm, ring_ticks(rhythm, turns, self._world.rank), self._sums(turn), parameters, update)
-        return engine
+        player = self._player(turn, runners, StreamMailbox, {}, None)
+        ticks = ring_ticks(rhythm, turns, self._world.rank)
+        return StreamEngine(player, rhythm, ticks, self._sums(turn), parameters, update)
+
+    def _player(
+        self,
+        program: Program,
+        runners: Mapping[int, StageRunner],
+        mailbox: type[Mailbox],
+        sums: Mapping[int, ReplicaSums],
+        values: SharedValues | None,
+    ) -> Player:
+        code, ops = self._code, self._graph.op_map()
+        loss = None if self._mode == "predict" else self._graph.outputs[0]
+        messages = mailbox(self._world, program, code.specs, code.layouts)
+        return Player(self._world, program, runners, code.specs, ops, loss, messages, sums, values)
 
     def _sums(self, program: Program) -> dict[int, ReplicaSums]:
         owners, placement = self._context.values.owners, self._context.placement

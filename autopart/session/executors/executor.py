@@ -16,7 +16,8 @@ from autopart.ir.program import Program
 from autopart.ir.shares import parts
 from autopart.ir.timeline import Span
 from autopart.planning.derive.reduction import BatchRule
-from autopart.runtime.engine import BatchPlan, Engine, StepOutcome
+from autopart.runtime.engine import Engine, StepOutcome
+from autopart.runtime.player import BatchPlan
 from autopart.runtime.stream import StreamEngine, Update
 from autopart.runtime.sums.finite import unscale
 from autopart.session.executors.context import RankContext

@@ -66,7 +66,7 @@ def rewrites_of(
         for name in dict.fromkeys(name for op in stage.ops for name in ops[op].params):
             if placement.pieces(name) != pieces.get(name, (whole(name),)):
                 raise RefusedError(
-                    f"{name} is held in pieces, and stage {number} would compute without the ranks that have the others",
+                    f"{name} is held in pieces, and stage {number} would compute without the ranks of the others",
                     why="evaluation and predictions run on the first rank of a stage",
                     fix="call the model itself inside `with pipe.full_parameters():`",
                 )

@@ -101,6 +101,8 @@ def least_recomputed(
     stage, already = context.stage, {name for group in context.stage.recompute for name in group}
     fixed = estimator.stage(context).peak_bytes - context.live * sum(blocks.saved)
     order = [place for place in blocks.by_worth() if blocks.names[place] not in already]
+    if everything and not order:
+        return stage
     least = len(order) if everything else 1
 
     costs = tuple(map(tuple, (blocks.saved, blocks.fwd_ns, blocks.tail_ns, blocks.crossing, order)))

@@ -32,8 +32,6 @@ from autopart.passes.search.variants.searched import Ordered, listed_ways, with_
 
 SHAPES = 4
 """Plans of different shapes that are tried under other orders."""
-EFFORT, LISTED_EFFORT = 300_000, 150_000
-"""Actions that may be simulated to compare named orders, and computes of the plans for which orders are listed."""
 ORDERED = 1
 """Plans, of those with listed orders, that get a searched one."""
 SMALL = 20_000
@@ -75,22 +73,17 @@ def _supports(name: str, per_rank: int, placement: str) -> bool:
     return (per_rank == 1) == (placement == ONE)
 
 
-def evaluate_orders(search: Search, fine: SearchSpace) -> None:
-    """Evaluate the best plans under the other orders that the request allows, and drop what it does not allow.
-
-    fine: the space of many blocks, whose request may name several stages a rank.  After: the search may have new best
-    plans.
-    """
-    request, allowed = fine.request, ways(fine.request)
+def _trials(search: Search) -> Iterator[tuple[Way, Evaluation, SearchSpace]]:
+    """Yield the orders that the request allows, each with a plan that it may shorten, and the space to cut again."""
+    fine, allowed = search.asked, ways(search.asked.request)
     shapes = [found for found in search.finalists(SHAPES) if _may_gain(found, fine)] if allowed else []
     search.other_orders = bool(shapes)
     most = max([len(found.candidate.widths) for found in shapes], default=0)
     if PER_RANK[0] * most * PER_STAGE > fine.chain.n:
         fine = _finer(fine, min(MOST_BLOCKS, PER_RANK[0] * most * PER_STAGE))
-    _evaluate_named(search, fine, shapes, allowed)
-    _evaluate_searched(search, fine, shapes, allowed)
-    if not request.is_free:
-        search.keep(lambda candidate: _allows(request, candidate))
+    for found in shapes:
+        for way in _promising(allowed, found, search, fine):
+            yield way, found, fine
 
 
 def _may_gain(found: Evaluation, fine: SearchSpace) -> bool:
@@ -103,16 +96,15 @@ def _may_gain(found: Evaluation, fine: SearchSpace) -> bool:
     return found.stages > 1 and idle_ns > max(least_ns, LITTLE * found.step_ns)
 
 
-def _evaluate_named(search: Search, fine: SearchSpace, shapes: list[Evaluation], allowed: list[Way]) -> None:
-    effort = EFFORT
-    for found in shapes:
-        for way in _promising(allowed, found, search, fine):
-            actions = actions_of(_placed(way, found))
-            if way.schedule == SEARCHED or (actions > effort and search.fitting):
-                continue
-            for candidate in _under(way, found, fine):
-                effort -= actions
-                search.evaluate(_space_of(candidate, found, fine), candidate)
+def evaluate_named(search: Search, effort: int) -> None:
+    """Evaluate the best plans under the other named orders that the request allows."""
+    for way, found, fine in _trials(search):
+        actions = actions_of(_placed(way, found))
+        if way.schedule == SEARCHED or (actions > effort and search.fitting):
+            continue
+        for candidate in _under(way, found, fine):
+            effort -= actions
+            search.evaluate(_space_of(candidate, found, fine), candidate)
         search.tell("other orders")
 
 
@@ -121,20 +113,21 @@ def _placed(way: Way, found: Evaluation) -> Candidate:
     return replace(found.candidate, schedule=way.schedule, per_rank=way.per_rank, placement=way.placement)
 
 
-def _evaluate_searched(search: Search, fine: SearchSpace, shapes: list[Evaluation], allowed: list[Way]) -> None:
-    """Evaluate the plans whose listed orders are shortest, with orders searched for each of them."""
-    effort, tried, ways_found = LISTED_EFFORT, False, list[tuple[SearchSpace, Candidate, Ordered]]()
-    for found in shapes:
-        for way in _promising(allowed, found, search, fine):
-            computes = 3 * _placed(way, found).stages * len(found.candidate.micro_rows)
-            if way.schedule != SEARCHED or (computes > effort and tried):
-                continue
-            for candidate in _under(way, found, fine):
-                effort, tried = effort - computes, True
-                space = _space_of(candidate, found, fine)
-                below = _to_beat(search, fine, candidate)
-                known = listed_ways(space, candidate, found.decision.zero, below)
-                ways_found += [(space, candidate, each) for each in known]
+def evaluate_searched(search: Search, effort: int) -> None:
+    """Evaluate the plans whose listed orders are shortest, with orders searched for each of them.
+
+    effort: computes of the plans for which orders are listed.
+    """
+    tried, ways_found = False, list[tuple[SearchSpace, Candidate, Ordered]]()
+    for way, found, fine in _trials(search):
+        computes = 3 * _placed(way, found).stages * len(found.candidate.micro_rows)
+        if way.schedule != SEARCHED or (computes > effort and tried):
+            continue
+        for candidate in _under(way, found, fine):
+            effort, tried = effort - computes, True
+            space = _space_of(candidate, found, fine)
+            known = listed_ways(space, candidate, found.decision.zero, _to_beat(search, fine, candidate))
+            ways_found += [(space, candidate, each) for each in known]
         search.tell("listed orders")
     ways_found.sort(key=lambda known: known[2].step_ns)
     for space, candidate, each in ways_found[:ORDERED]:
@@ -170,17 +163,6 @@ def _space_of(candidate: Candidate, found: Evaluation, fine: SearchSpace) -> Sea
     return fine if candidate.per_rank > 1 else found.space
 
 
-def with_one_per_rank(space: SearchSpace) -> SearchSpace:
-    """Return the space of the plans that other orders are tried on: one stage a rank, cut wherever that is best."""
-    request = space.request.with_one_per_rank()
-    return space if request is space.request else replace(space, request=request, forced=())
-
-
-def _allows(request: PlanRequest, candidate: Candidate) -> bool:
-    """Return whether the request allows the schedule and the stages a rank of a candidate."""
-    return request.schedule in ("auto", candidate.schedule) and candidate.per_rank in request.numbers_per_rank
-
-
 def _under(way: Way, found: Evaluation, fine: SearchSpace) -> Iterator[Candidate]:
     """Yield the plan under another order; with several stages a rank once for each kind of cuts."""
     plan = found.candidate
@@ -204,12 +186,16 @@ def _under(way: Way, found: Evaluation, fine: SearchSpace) -> Iterator[Candidate
 def _finer(space: SearchSpace, blocks: int) -> SearchSpace:
     """Return the space with up to this number of blocks, which can be cut at more places; itself if it has as many.
 
-    O(ops log ops).
+    O(ops log ops), once for each space and number.
     """
     if blocks <= space.chain.n or space.chain.n >= len(space.fine.ops):
         return space
+    if blocks in space.finer:
+        return space.finer[blocks]
     request, fine = space.request, space.fine
     ends = {place for group in request.keep_together() for place in module_span(fine, group)} - {len(fine.ops)}
     many = coarsen(fine, blocks=blocks, cuts=request.cuts, also=tuple(sorted(ends)))
     chain = BlockChain(many, space.chain.captured, space.chain.cost_model)
-    return replace(space, chain=chain, costs=space.costs.over(chain), forced=forced_bounds(many, fine, request.cuts))
+    forced = forced_bounds(many, fine, request.cuts)
+    space.finer[blocks] = replace(space, chain=chain, costs=space.costs.over(chain), forced=forced)
+    return space.finer[blocks]

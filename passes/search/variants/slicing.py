@@ -30,20 +30,19 @@ CELLS = 64
 """Places between which a sequence may be cut."""
 EVEN_COUNTS = (2, 4, 8)
 """Numbers of even slices that are tried in addition to the dynamic program's."""
-EFFORT, LONGEST = 1_500_000, 250_000
-"""Actions that may be simulated in all, and of one plan with slices; where more micro-batches fill a longer program,
-slices have nothing left to fill."""
+LONGEST = 250_000
+"""Actions of a plan with slices; where more micro-batches fill a longer program, slices have nothing left to fill."""
 WORTH = 0.97
 """Slices are chosen if the simulated step is below this part of the step with whole sequences: the gain has to pay for
 overheads of a slice that the simulation leaves out."""
 
 
-def evaluate_slices(search: Search) -> None:
+def evaluate_slices(search: Search, effort: int) -> None:
     """Evaluate the best plans with slices, where the request leaves them open.  O(SLICED * cells^2), and programs."""
     request = search.coarse.request
     if request.token_slices != "auto" or request.token_axis is None or not search.fitting:
         return
-    limit, effort = WORTH * search.best_ns, EFFORT
+    limit = WORTH * search.best_ns
     for place, found in enumerate(search.finalists(SLICED)):
         others = _other_micros(search, found) if not place else ()
         for whole in (found, *_evened(search, found), *others):

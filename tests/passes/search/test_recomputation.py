@@ -81,6 +81,14 @@ def test_everything_is_recomputed_in_groups_that_keep_little() -> None:
     assert plan.estimates[0].activation_bytes + plan.estimates[0].workspace_bytes < 700  # without: 1600
 
 
+@pytest.mark.parametrize("memory", [1600, 3000])
+def test_everything_is_recomputed_under_a_searched_order(memory: int) -> None:
+    """Also where the order was searched with everything recomputed, as little memory demands."""
+    c, asked = cluster(2, memory=memory), {"stages": 2, "replicas": 1, "recompute": "all", "schedule": "searched"}
+    plan = plan_of(layers(8), c, **asked)
+    assert plan.decision.order and all(sum(map(len, stage.recompute)) == len(stage.ops) for stage in plan.stages)
+
+
 def test_what_is_asked_for_is_recomputed_to_the_op_and_nothing_else_is() -> None:
     plan = plan_of(layers(4), cluster(2), stages=2, recompute="off", recomputed=(LAYERS[0], LAYERS[3]))
     assert [stage.recompute for stage in plan.stages] == [(LAYERS[0],), (LAYERS[3],)]

@@ -216,15 +216,15 @@ def through_nccl_to_itself() -> dict[str, Any]:
     def prepare(engine: Engine, world: World) -> None:
         carrier = NcclCarrier(world.rank, world.device, lambda *_: dist.group.WORLD)
         carrier._groups[0] = dist.new_group([0], backend="nccl")
-        engine._mailbox._handed = HandedOverByNccl(carrier)
-        handed.append(engine._mailbox._handed)
+        engine._player.mailbox._handed = HandedOverByNccl(carrier)
+        handed.append(engine._player.mailbox._handed)
         play = engine._play
 
-        def without_waiting(*args: Any) -> None:
+        def without_waiting(*args: Any) -> int:
             torch.cuda.synchronize()
             torch.cuda.set_sync_debug_mode("error")
             try:
-                play(*args)
+                return play(*args)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
 

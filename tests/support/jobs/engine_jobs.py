@@ -15,8 +15,10 @@ from autopart.passes.program.posting import with_posting
 from autopart.passes.program.routing import route
 from autopart.passes.program.schedules import register
 from autopart.passes.program.verify import check_program
-from autopart.runtime.engine import BatchPlan, Engine
+from autopart.runtime.engine import Engine
 from autopart.runtime.group.world import World
+from autopart.runtime.messages.mailbox import Mailbox
+from autopart.runtime.player import BatchPlan, Player
 from autopart.runtime.stages.stage import StageRunner
 from autopart.stagecode.split import stage_module
 from support.oracles import fake_nccl  # noqa: F401  registers the transport
@@ -149,7 +151,8 @@ def _play(
         for s, code in codes.items()
     }
     specs = {ROWS: {v.name: torch.empty(v.shape, dtype=getattr(torch, v.dtype), device="meta") for v in graph.values}}
-    engine = Engine(world, program, runners, specs, graph.op_map(), graph.outputs[0])
+    mailbox = Mailbox(world, program, specs, {})
+    engine = Engine(world, Player(world, program, runners, specs, graph.op_map(), graph.outputs[0], mailbox))
     engine.spans = []
     if prepare is not None:
         prepare(engine, world)

@@ -1,0 +1,95 @@
+"""Any model under any plan equals one process: losses, gradients, buffers, then parameters and the optimizer's state.
+
+What a setup may have stands in `support.languages.setups`; a failure prints the smallest setup that still fails, as a
+script.  Tolerances stand in `support.oracles.any_plan`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from support.languages.setups import Setup, drawn, smallest
+from support.oracles.any_plan import alone, judged, outcome, small_failure
+from support.workers import Workers
+
+CHUNK = 25
+PAIRED, FOUR = (10, 16, 19, 24, 26, 34, 42, 45, 50), (24, 30, 38)
+"""Seeds that run by default, on two and on four ranks."""
+
+
+def check(pool: Workers, *setups: Setup) -> Counter[str]:
+    """Run setups and count what became of them.  Fails with the smallest one that is wrong."""
+    found: Counter[str] = Counter()
+    for setup in setups:
+        kind = outcome(setup, pool).kind
+        assert kind != "wrong", small_failure(setup, pool)
+        found[kind] += 1
+    return found
+
+
+def test_drawn_setups_on_two_ranks_equal_one_process(pair: Workers) -> None:
+    assert check(pair, *(drawn(seed, 2) for seed in PAIRED))["equal"] == len(PAIRED)
+
+
+def test_drawn_setups_on_four_ranks_equal_one_process(workers: Workers) -> None:
+    assert check(workers, *(drawn(seed, 4) for seed in FOUR))["equal"] == len(FOUR)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("first", range(0, 400, CHUNK))
+def test_many_setups_equal_one_process_or_are_refused(first: int, pair: Workers, workers: Workers) -> None:
+    """Every second chunk runs on four ranks, and every fourth is of real architectures."""
+    chunk = first // CHUNK
+    pool = workers if chunk % 2 else pair
+    found = check(pool, *(drawn(s, pool.world, real=(chunk % 4 == 2) * 0.9) for s in range(first, first + CHUNK)))
+    assert found["refused"] <= CHUNK // 2
+
+
+# -- the test itself -------------------------------------------------------------------------------------------------
+
+
+def test_each_thing_that_is_compared_is_found_where_it_is_off() -> None:
+    setup = Setup("batch_norm", (4, 5), micros=2, optimizer="adam")
+    right = alone(setup)
+    assert judged(setup, [right]).kind == "equal"
+
+    def off(tensors: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
+        return {**tensors, name: tensors[name] * (1 + 1e-6)}
+
+    gradient = {n: None if g is None else g for n, g in right.gradients[1].items()}
+    first = right.gradients[1]["first.weight"]
+    assert first is not None
+    wrongs = {
+        "loss": replace(right, losses=[right.losses[0], right.losses[1] * (1 + 1e-6)]),
+        "gradient 1": replace(right, gradients=[right.gradients[0], {**gradient, "first.weight": first * (1 + 1e-6)}]),
+        "running_var": replace(right, state=off(right.state, "body.norms.0.running_var")),
+        "change": replace(right, state=off(right.state, "first.weight")),
+        "value": replace(right, values=off(right.values, "first.weight")),
+        "exp_avg_sq": replace(
+            right, optimizer={**right.optimizer, "first.bias": off(right.optimizer["first.bias"], "exp_avg_sq")}
+        ),
+        "no rank updates": replace(right, values={n: v for n, v in right.values.items() if n != "first.bias"}),
+    }
+    for what, wrong in wrongs.items():
+        found = judged(setup, [wrong])
+        assert found.kind == "wrong" and what in found.text, (what, found)
+
+
+def test_a_failure_is_reduced_to_the_options_that_it_needs() -> None:
+    big = Setup(
+        "gpt2", (9, 8, 3), 4, (2, 2), 1, schedule="zb-h1", micros=4, shares=((1, 2), ()), zero=1, recompute=0.4,
+        bucket_bytes=64, dtype="float32", transport="fake-nccl", by_options=True, seed=77,
+    )  # fmt: skip
+    least = smallest(big, lambda setup: setup.zero and setup.micros >= 2 and max(setup.counts) > 1)
+    assert least == replace(Setup("stack", counts=least.counts, world=least.world), zero=1, micros=2, rows=least.rows)
+    assert "by_hand(Setup(" in least.script() and "'" not in least.script().split("'")[1]
+
+
+def test_setups_differ_in_everything_that_may_be_drawn() -> None:
+    setups = [drawn(seed, 4, real=0.3, compiled=0.05) for seed in range(400)]
+    for name in ("schedule", "per_rank", "micros", "counts", "zero", "dtype", "precision", "frozen", "backend"):
+        assert len({getattr(setup, name) for setup in setups}) > 1, name

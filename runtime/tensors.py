@@ -32,11 +32,10 @@ def common(tensor: torch.Tensor, own: Piece, other: Piece) -> torch.Tensor:
     held = tensor.shape[other.axis] if other.axis < tensor.dim() else 0
     size, offset = (held * own.parts, held * own.index) if own.axis == other.axis else (held, 0)
     if not size or size % other.parts:
-        raise PlanError(
-            f"{own.name} cannot be cut into {other.parts} equal parts along axis {other.axis}",
-            why=f"a rank would hold unequal parts of {own} of shape {tuple(tensor.shape)}",
-            fix="use a number of ranks that divides it",
+        what = (
+            f"{own} of shape {tuple(tensor.shape)} cannot be cut into {other.parts} equal parts along axis {other.axis}"
         )
+        raise PlanError(what, fix="use a number of ranks that divides it, or leave it whole")
     size //= other.parts
     first = min(max(other.index * size - offset, 0), held)
     return tensor.detach().narrow(other.axis, first, min(max((other.index + 1) * size - offset, first), held) - first)
@@ -139,8 +138,11 @@ class LocalTensors:
         return torch.nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else copy
 
     def cut(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the piece that this rank holds of a whole tensor, as a view."""
-        return common(tensor, whole(name), self.piece(name))
+        """Return the piece that this rank holds of a whole tensor, or of its state, as a view."""
+        own = common(tensor, whole(name), self.piece(name))
+        if own is not tensor and name in self._held and own.shape != self._held[name].shape:
+            raise UsageError(f"state of {name} is of shape {tuple(tensor.shape)}, and {name} is held in pieces")
+        return own
 
     @property
     def held(self) -> Mapping[str, torch.Tensor]:

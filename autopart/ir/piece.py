@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
-_SUFFIX = re.compile(r"(?s)(.*)\[(0|[1-9]\d*):(0|[1-9]\d*)/([1-9]\d*)\]")
+_PART = re.compile(r"(?s)(.*)\[(0|[1-9]\d*):(0|[1-9]\d*)/([1-9]\d*)\]")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -23,9 +23,7 @@ class Piece:
     index: int = 0
 
     def __str__(self) -> str:
-        if self.is_whole and _split(self.name) is None:
-            return self.name
-        return f"{self.name}[{self.axis}:{self.index}/{self.parts}]"
+        return self.name if parse_piece(self.name) == self else f"{self.name}[{self.axis}:{self.index}/{self.parts}]"
 
     @property
     def is_whole(self) -> bool:
@@ -46,16 +44,10 @@ def cut(name: str, axis: int, parts: int) -> tuple[Piece, ...]:
 
 def parse_piece(text: str) -> Piece:
     """Return the piece that prints like this."""
-    return _split(text) or whole(text)
-
-
-def _split(text: str) -> Piece | None:
-    """Return the piece that a text with axis, index and parts stands for, None for any other text."""
-    found = _SUFFIX.fullmatch(text)
-    if found is None:
-        return None
-    axis, index, parts = map(int, found.groups()[1:])
-    return Piece(found[1], axis, parts, index) if index < parts and (parts > 1 or axis == 0) else None
+    found = _PART.fullmatch(text)
+    axis, index, parts = map(int, found.groups()[1:]) if found else (0, 0, 0)
+    known = found and index < parts and (parts > 1 or axis == 0)
+    return Piece(found[1], axis, parts, index) if found and known else whole(text)
 
 
 def overlap(a: Piece, b: Piece) -> Fraction:

@@ -70,8 +70,8 @@ class Sharding(Protocol):
         """Return the parameters that the ranks of a stage divide into equal pieces, with the axis that is cut."""
 
     def rewrite(self, code: StageModule, world: World, ranks: Sequence[int]) -> None:
-        """Let the code of a stage on these ranks compute with this rank's pieces.  Nothing else sums their gradients.
-        Local; what the code exchanges goes through the group of these ranks for `batch_statistics.PURPOSE`."""
+        """Let the code of a stage compute with this rank's pieces, whose gradients nothing else sums.  Local; what the
+        code exchanges goes through the group of these ranks for `batch_statistics.PURPOSE`."""
 
 
 SHARDINGS: list[Sharding] = []

@@ -52,7 +52,7 @@ class StageCode:
         """awaited: parameters whose values may be under way when the code begins.  rewrites: by stage, what
         lets the code of its ranks compute together.  backend: what code for the usual number of rows runs on."""
         self._captures, self._decision, self._tensors, self._device = captures, decision, tensors, device
-        self._awaited, self._rewrites, self._backend = awaited, rewrites, backend
+        self._awaited, self.rewrites, self._backend = awaited, rewrites, backend
         self._split = split_stages(decision)
         self._compiler: Compiler | None = None
         self.checks = SliceChecks(tensors, device)
@@ -106,7 +106,7 @@ class StageCode:
             for code in slices if prologue is None else (*slices, prologue):
                 self._tensors.hold(code.held, captured.tensors)
                 wait_for(code, self._awaited)
-                for rewrite in self._rewrites.get(stage, ()):
+                for rewrite in self.rewrites.get(stage, ()):
                     rewrite(code)
 
     def _made(
@@ -116,7 +116,7 @@ class StageCode:
         planned, adjusted = self._decision.stages[stage], rule.reduction.adjusted
         deferrable = stage in self._split
         if recipe is None:
-            usual = stage not in self._rewrites and self._is_usual(captured.graph.rows, planned)
+            usual = stage not in self.rewrites and self._is_usual(captured.graph.rows, planned)
             compiled = usual and self._backend != EAGER
             code = stage_module(
                 captured, links, stage, planned, self._device, adjusted, rule.layouts, eager=not compiled,

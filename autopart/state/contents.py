@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from autopart.files.checkpoints.document import COMPANION, MASTER, OPTIMIZER
+from autopart.files.checkpoints.document import COMPANION, MASTER, OPTIMIZER, key_parts
 from autopart.ir.errors import CheckpointError
 from autopart.ir.piece import whole
 from autopart.session.placement import Moving, move_pieces
@@ -89,7 +89,7 @@ def joined_pieces(session: Session, contents: Contents) -> Contents:
     if not placement.cuts:
         return contents
     every, writer = {**contents.weights, **contents.more}, _writers(session)
-    names = {key: key if key in contents.weights else _name_in(key) for key in every}
+    names = {key: key if key in contents.weights else key_parts(key)[2] for key in every}
     own = {key: tensor for key, tensor in every.items() if names[key] in placement.cuts and tensor.dim()}
     told = world.gather_objects({key: (names[key], held[names[key]].shape == t.shape) for key, t in own.items()})
     routes: list[Moving] = []
@@ -98,22 +98,12 @@ def joined_pieces(session: Session, contents: Contents) -> Contents:
             raise world.known(CheckpointError(f"{key} cannot be saved", why=f"it is not cut like {name} on every rank"))
         for piece in placement.pieces(name):
             routes.append(((replace(piece, name=key), whole(key)), placement.owners[piece], writer[name]))
-    made = {}
-    for key, tensor in own.items():
-        if writer[names[key]] == world.rank:
-            piece, shape = session.tensors.piece(names[key]), list(tensor.shape)
-            shape[piece.axis] *= piece.parts
-            made[key] = torch.empty(shape, dtype=tensor.dtype)
+    state, here = own_state(session), [key for key in own if writer[names[key]] == world.rank]
+    made = {key: torch.empty(state[names[key]].shape, dtype=own[key].dtype) for key in here}
     move_pieces(world, routes, own, made)
     mine = {key: made.get(key, t) for key, t in every.items() if writer.get(names[key], world.rank) == world.rank}
     weights = {name: mine.pop(name) for name in contents.weights if name in mine}
     return replace(contents, weights=weights, more=mine)
-
-
-def _name_in(key: str) -> str:
-    """Return the name of the tensor of the model that a key of `Contents.more` speaks of."""
-    kind, _, rest = key.partition("/")
-    return rest if kind == MASTER else rest.partition("/")[2]
 
 
 def contents_with(

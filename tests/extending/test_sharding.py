@@ -93,5 +93,5 @@ def test_verify_compares_pieces_with_one_process(pair: Workers) -> None:
 
 
 def test_what_would_compute_with_a_piece_alone_is_refused(pair: Workers) -> None:
-    with pytest.raises(autopart.RefusedError, match=r"first\.weight is held in pieces, and stage 0 would"):
+    with pytest.raises(autopart.RefusedError, match=r"first\.weight is held in pieces, and would be used by"):
         pair.run(own_sharding.evaluated)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from autopart.capture.trained import Trained
-from autopart.files.checkpoints.document import COMPANION, MASTER, OPTIMIZER, OptimizerState
+from autopart.files.checkpoints.document import COMPANION, MASTER, OPTIMIZER, OptimizerState, key_parts
 from autopart.files.checkpoints.stored import Stored
 from autopart.files.checkpoints.tensor_files import StoredTensor, converts
 from autopart.files.reading import listed
@@ -37,12 +37,8 @@ class Wanted:
 
     def piece(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return what it keeps of a tensor that was saved for this parameter or buffer, with memory of its own."""
-        like = self.like.get(name)
-        if like is None or not tensor.dim() or self.cut(name, like) is like:
-            return tensor
-        if tensor.shape != like.shape:
-            raise CheckpointError(f"state of {name} cannot be loaded", why=f"it is not cut like {name}, held in pieces")
-        return self.cut(name, tensor).clone()
+        own = self.cut(name, tensor) if tensor.dim() else tensor
+        return own if own is tensor else own.clone()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +80,7 @@ def staged(
         for key in (saved.tensors[name] if saved else ())
     ]  # fmt: skip
     for key in stored.more.by_name:
-        kind, _, rest = key.partition("/")
-        title, _, name = rest.partition("/")
+        kind, title, name = key_parts(key)
         mine = title in set(companions) and (name in wanted.like or name in driven)
         if kind == COMPANION and (mine or title == EXTRA_STATE):
             keys.append(key)
@@ -94,15 +89,14 @@ def staged(
     weights = {name: wanted.piece(name, stored.weights.read(name)) for name in wanted.like}
     result = Staged(weights, {}, options, {}, {}, {})
     for key in keys:
-        tensor = stored.more.read(key)
-        kind, _, rest = key.partition("/")
-        title, _, name = rest.partition("/")
+        kind, title, name = key_parts(key)
+        tensor = wanted.piece(name, stored.more.read(key))
         if kind == MASTER:
-            result.masters[rest] = wanted.piece(rest, tensor)
+            result.masters[name] = tensor
         elif kind == OPTIMIZER:
-            result.state[name, title] = wanted.piece(name, tensor)
+            result.state[name, title] = tensor
         else:
-            result.companions.setdefault(title, {})[name] = wanted.piece(name, tensor)
+            result.companions.setdefault(title, {})[name] = tensor
     extra = result.companions.pop(EXTRA_STATE, {}) | {key: stored.weights.read(key) for key in earlier.values()}
     saved = stored.document.companions.get(EXTRA_STATE, {name: {"$stored": key} for name, key in earlier.items()})
     result.extra_state.update(read_extra_state(wanted.trained, saved, extra))

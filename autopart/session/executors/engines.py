@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from torch import nn
@@ -31,7 +31,6 @@ class Engines:
     """The engines of one kind of batch on one rank.
 
     mode: "step", "loss" or "predict".  graph: of the planned capture.  synced: stages that share batch statistics.
-    together: those whose ranks exchange something within a compute.
     """
 
     def __init__(
@@ -42,11 +41,9 @@ class Engines:
         decision: Decision,
         code: StageCode,
         synced: tuple[int, ...],
-        together: Iterable[int],
     ) -> None:
         self._mode, self._context, self._world = mode, context, context.world
         self._graph, self._decision, self._code, self._synced = graph, decision, code, synced
-        self._together = together
         self._stages = decision.stages_of_rank(context.world.rank)
         self._made: dict[int, Engine] = {}
         self._runners: dict[int, StageRunner] = {}
@@ -71,7 +68,7 @@ class Engines:
         if micros not in self._made:
             program = self.program(micros)
             if not self._made:
-                open_statistics(self._world, self._decision, self._together)
+                open_statistics(self._world, self._decision, self._code.rewrites)
                 self._runners = {stage: self._runner(program, stage, steady=steady) for stage in self._stages}
             player = self._player(program, self._runners, Mailbox, self._sums(program), self._context.values)
             self._made[micros] = Engine(self._world, player)

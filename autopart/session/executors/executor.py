@@ -67,7 +67,7 @@ class Executor:
             backend=context.options.backend if self._train else EAGER,
         )  # fmt: skip
         self.preparation = Preparation(mode, context, planned, decision, self._code, rule, synced=bool(stages))
-        self._engines = Engines(mode, context, self._graph, decision, self._code, stages, rewrites)
+        self._engines = Engines(mode, context, self._graph, decision, self._code, stages)
         loss = self._graph.value_map()[self._graph.outputs[0]]
         self._ends = StepEnds(self._world, getattr(torch, loss.dtype))
         self.stand_in: Batch | None = None

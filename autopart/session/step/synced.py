@@ -3,22 +3,20 @@ parameters."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from autopart.ir.errors import BatchError, RefusedError, UsageError
 from autopart.ir.graph import Graph
-from autopart.ir.piece import cut, whole
 from autopart.ir.plan import Decision
 from autopart.ir.shares import parts
 from autopart.runtime.group.world import World
 from autopart.runtime.stages.batch_statistics import KNOWN, PURPOSE, BatchStatistics, share_statistics
 from autopart.runtime.stages.stage_module import StageModule
 from autopart.session.lists import SHARDINGS
-from autopart.session.placement import Placement
+from autopart.session.placement import Placement, placement_of
 from autopart.session.step.loss_shares import Shares
-
-Rewrite = Callable[[StageModule], None]
 
 
 def synced_stages(world: World, graph: Graph, decision: Decision) -> tuple[int, ...]:
@@ -53,28 +51,26 @@ def synced_stages(world: World, graph: Graph, decision: Decision) -> tuple[int, 
 
 def rewrites_of(
     world: World, graph: Graph, decision: Decision, placement: Placement, synced: Sequence[int]
-) -> dict[int, list[Rewrite]]:
+) -> dict[int, list[Callable[[StageModule], None]]]:
     """Return what changes the code of each stage whose ranks compute together.
 
     synced: the stages that share batch statistics; others divide parameters.  Raises UsageError over NCCL, and
     RefusedError for ranks that do not hold the pieces that they would compute with."""
-    found: dict[int, list[Rewrite]] = {}
-    ops = graph.op_map()
+    found: dict[int, list[Callable[[StageModule], None]]] = defaultdict(list)
+    needed = placement_of(graph, decision)
+    for name in placement.cuts.keys() | needed.cuts.keys():
+        if needed.owner(name) is not None and needed.pieces(name) != placement.pieces(name):
+            raise RefusedError(
+                f"{name} is held in pieces, and would be used by a rank without those of others",
+                why="evaluation and predictions run on the first rank of a stage",
+                fix="call the model itself inside `with pipe.full_parameters():`",
+            )
     for number, stage in enumerate(decision.stages):
         dividing = [each for each in SHARDINGS if each.axes(graph, stage)]
-        pieces = {n: cut(n, axis, len(stage.ranks)) for each in dividing for n, axis in each.axes(graph, stage).items()}
-        for name in dict.fromkeys(name for op in stage.ops for name in ops[op].params):
-            if placement.pieces(name) != pieces.get(name, (whole(name),)):
-                raise RefusedError(
-                    f"{name} is held in pieces, and stage {number} would compute without the ranks of the others",
-                    why="evaluation and predictions run on the first rank of a stage",
-                    fix="call the model itself inside `with pipe.full_parameters():`",
-                )
-        rewrites: list[Rewrite] = [partial(each.rewrite, world=world, ranks=stage.ranks) for each in dividing]
+        if dividing:
+            found[number] += [partial(each.rewrite, world=world, ranks=stage.ranks) for each in dividing]
         if number in synced:
-            rewrites.append(partial(share_statistics, statistics=BatchStatistics(world, stage.ranks)))
-        if rewrites:
-            found[number] = rewrites
+            found[number].append(partial(share_statistics, statistics=BatchStatistics(world, stage.ranks)))
     if found and world.carrier is not None:
         raise UsageError(
             f"{'sync_batchnorm' if synced else 'a sharded parameter'} does not run over NCCL yet",

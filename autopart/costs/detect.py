@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.utils.benchmark import Timer
 
 from autopart.costs.measure import wait_for
-from autopart.files.clusters import LOOPBACK, NVLINK, parse_cluster, this_host
+from autopart.files.clusters import link_within_host, parse_cluster, this_host
 from autopart.ir.cluster import Cluster, Device, Level, Link, check
 from autopart.ir.device_kinds import DEVICE_KINDS
 from autopart.ir.errors import ClusterError
@@ -80,7 +80,7 @@ def probe(kind: str, sizes: tuple[int, ...]) -> Cluster:
             raise world.known(ClusterError("the hosts run different numbers of ranks", where="LOCAL_WORLD_SIZE"))
         devices = world.gather_objects(measure_device(world.device, sizes[0]))
         levels = [Level(size, _measure_level(world, sizes, index)) for index, size in enumerate(sizes) if size > 1]
-        unknown = Level(1, NVLINK if kind == "cuda" else LOOPBACK)
+        unknown = Level(1, link_within_host(kind))
         return check(Cluster(merge_devices(devices), tuple(levels) or (unknown,)))
     except BaseException as error:
         if (first := world.end(error)) is error:

@@ -49,7 +49,7 @@ def measure_costs(captured: Captured, device: Device, *, budget_s: float = 3.0) 
     """
     graph = analytic_costs(captured.graph, device)
     kept, new = read_times(environment(device)), dict[str, OpTimes]()
-    samples = _samples(captured, graph, torch.device(device.kind))
+    samples = _samples(captured, graph, torch.device(device.device_type))
     found: dict[str, OpTimes] = {}
     deadline = time.monotonic() + budget_s
     counts = {"measured": 0, "known": 0, "failed": 0, "late": 0}
@@ -199,7 +199,7 @@ def _measured(sample: _Sample, device: Device) -> OpTimes | None:
     described = [x for x in pytree.tree_leaves((sample.args, sample.kwargs)) if isinstance(x, _Tensor)]
     if sum(t.extent * t.dtype.itemsize for t in described) > device.memory_bytes // _MEMORY_SHARE:
         return None
-    where = torch.device(device.kind)
+    where = torch.device(device.device_type)
     try:
         args, kwargs = pytree.tree_map(
             lambda x: x.make(where) if isinstance(x, _Tensor) else x, (sample.args, sample.kwargs)
@@ -246,13 +246,13 @@ def clocked(call: Callable[[], Any], device: torch.device) -> tuple[int, Any]:
 
 def wait_for(device: torch.device) -> None:
     """Wait until a device has done what was submitted to it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type not in ("cpu", "meta"):
+        torch.get_device_module(device).synchronize(device)
 
 
 def environment(device: Device) -> str:
     """Describe what measured times depend on besides the op: torch, the processor, the number of threads."""
-    if device.kind == "cuda" and torch.cuda.is_available():
+    if device.device_type == "cuda" and torch.cuda.is_available():
         name = torch.cuda.get_device_name()
     else:
         name = f"{platform.machine()} {platform.processor() or platform.node()} {torch.get_num_threads()} threads"

@@ -46,7 +46,7 @@ def profile_costs(captured: Captured, device: Device, *, budget_s: float = 3.0) 
     """
     if any(tensor.is_meta for tensor in captured.tensors.values()):
         return None  # there may be no memory for the whole program
-    graph, where = analytic_costs(captured.graph, device), torch.device(device.kind)
+    graph, where = analytic_costs(captured.graph, device), torch.device(device.device_type)
     times = _kept_times(graph, device, budget_s, lambda: _profiled(captured, where, budget_s))
     if times is None:
         return None

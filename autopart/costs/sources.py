@@ -54,7 +54,7 @@ def measured(captured: Captured, device: Device) -> CostedGraph:
 
 def auto(captured: Captured, device: Device) -> CostedGraph:
     """Measure if this machine has such a device and the model has weights, else estimate."""
-    here = device.kind == "cpu" or torch.cuda.is_available()
+    here = device.device_type == "cpu" or torch.cuda.is_available()
     return measured(captured, device) if here and not captured.on_meta else analytic(captured, device)
 
 

@@ -34,16 +34,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import yaml  # type: ignore[import-untyped]
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from autopart.files.documents import PARSERS, parse_yaml, read_document
 from autopart.files.limits import MAX_INTEGER, MAX_LEVELS, MAX_RANKS, MAX_RATES
 from autopart.files.presets import DEVICES, NODES, several
 from autopart.files.reading import brief, named, validated
 from autopart.ir.cluster import UNMEASURED, Cluster, Device, HostCosts, Level, Link, check
+from autopart.ir.device_kinds import DEVICE_KINDS
 from autopart.ir.errors import ClusterError
 from autopart.launcher import launcher_variables
 
@@ -54,18 +55,14 @@ FORMS = (
 
 CPU_FLOPS_PER_CORE = 5e10  # per second, fp32, one core with 8-wide FMA under load
 CPU_BANDWIDTH = 10**10  # bytes/s of memory, per process
-_GPU = Device("cuda", 80 * 2**30, 10**14, 2 * 10**12)  # bf16 at what models reach
-LOOPBACK = Link(latency_ns=20_000, bytes_per_s=2 * 10**9)  # TCP between processes of one host
-NVLINK = Link(latency_ns=10_000, bytes_per_s=2 * 10**11)  # between the GPUs of one host
 NETWORK = Link(latency_ns=30_000, bytes_per_s=2 * 10**10)  # between hosts
-GPUS_PER_HOST = 8
 _OTHER_NAMES = {"gpu": "did you mean 'cuda'?", "nvidia": "did you mean 'cuda'?"}
 _OTHER_NAMES |= dict.fromkeys(("mps", "xpu", "tpu", "xla", "rocm", "hip"), "devices are 'cpu' or 'cuda'")
 """What to say of other names for kinds of devices, and of kinds that are not supported."""
 _DEFAULT = "default"  # in a table of rates: every dtype that it does not list
 
 _AMOUNT = re.compile(r"\s*(\d{1,30}(?:\.\d{0,30})?(?:[eE][+-]?\d{1,2})?)\s*(?:([kKMGTP])(i?))?B?\s*$")
-_SHORT = re.compile(rf"(cpu|cuda|{'|'.join(map(re.escape, NODES))})(?::(\d{{1,9}}))?$", re.IGNORECASE)
+_SHORT = re.compile(r"([\w.-]{1,100})(?::(\d{1,9}))?$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +74,10 @@ class Host:
 
     def device(self, kind: str, local: int) -> Device:
         """Return the defaults of one of `local` devices that share this host."""
-        if kind == "cuda":
-            return _GPU
+        if own := DEVICE_KINDS[kind].own:
+            return Device(kind, *own)
         flops = max(1, self.cores // local) * CPU_FLOPS_PER_CORE
-        return Device("cpu", max(1, self.memory_bytes // local), int(flops), CPU_BANDWIDTH)
+        return Device(kind, max(1, self.memory_bytes // local), int(flops), CPU_BANDWIDTH)
 
 
 def this_host() -> Host:
@@ -111,9 +108,10 @@ def parse_cluster(
         return check(what)
     if what is None:
         return _from_launcher(env, cuda_devices, host)
-    if isinstance(what, str) and (short := _SHORT.match(what.strip())):
-        name, count = short[1].lower(), int(short[2] or 1)
-        if name not in NODES:
+    short = _SHORT.match(what.strip()) if isinstance(what, str) else None
+    if short and (name := short[1].lower()) in {*DEVICE_KINDS, *NODES}:
+        count = int(short[2] or 1)
+        if name in DEVICE_KINDS:
             return _uniform(name, count, host)
         _check_count(count, "nodes", MAX_RANKS // NODES[name].count)
         return check(several(NODES[name], count))
@@ -128,7 +126,7 @@ def parse_cluster(
 
 def _near(word: str) -> str:
     """Return a hint for a word that does not name a cluster."""
-    near = next(iter(get_close_matches(word, ("cpu", "cuda", *NODES), n=1)), "")
+    near = next(iter(get_close_matches(word, (*DEVICE_KINDS, *NODES), n=1)), "")
     if near in NODES and (size := re.fullmatch(r"([a-z]+\d+)x(\d{1,6})", word)) and near.startswith(size[1]):
         return f"a preset is a whole node, such as {near!r}; `autopart cluster show {near} --out mine.yaml` writes a \
 file, where the count and the sizes of the levels can be changed"
@@ -151,12 +149,17 @@ def _uniform(kind: str, count: int, host: Host, local: int | None = None) -> Clu
 
 
 def _local(kind: str, count: int) -> int:
-    """Return the default number of ranks of a host: all on CPU, at most `GPUS_PER_HOST` with CUDA."""
-    return count if kind == "cpu" else min(count, GPUS_PER_HOST)
+    """Return the default number of ranks of a host."""
+    return min(count, DEVICE_KINDS[kind].of_host or count)
+
+
+def link_within_host(kind: str) -> Link:
+    """Return the link between devices of one host, where none was measured."""
+    return Link(*DEVICE_KINDS[kind].link)
 
 
 def _levels(kind: str, count: int, local: int) -> tuple[Level, ...]:
-    inner = Level(local, NVLINK if kind == "cuda" else LOOPBACK)
+    inner = Level(local, link_within_host(kind))
     hosts = -(-count // local)
     return (inner,) if hosts == 1 else (inner, Level(hosts * local, NETWORK))
 
@@ -212,8 +215,14 @@ class _Entry(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
+def _known_kind(kind: str) -> str:
+    if kind not in DEVICE_KINDS:
+        raise ValueError("it should be " + " or ".join(map(repr, DEVICE_KINDS)))
+    return kind
+
+
 class _DeviceEntry(_Entry):
-    kind: Literal["cpu", "cuda"]
+    kind: Annotated[str, AfterValidator(_known_kind)]
     count: Annotated[int, Field(ge=1, le=MAX_RANKS)] = 1
     name: Annotated[str, Field(max_length=100)] = ""
     memory: Amount | None = None

@@ -51,6 +51,11 @@ class Device:
     memory_efficiency: float = 1.0
     price_per_hour: float = field(default=0.0, repr=False)  # a kept plan is found by the repr of its cluster
 
+    @property
+    def device_type(self) -> str:
+        """Torch's `device.type` of this device."""
+        return DEVICE_KINDS[self.kind].device_type
+
     def reached(self, dtype: str) -> int:
         """Return the operations per second that kernels reach on operands of this dtype."""
         return max(1, int(self.rate(dtype) * self.efficiency))

@@ -15,7 +15,12 @@ class DeviceKind:
     slice of tokens is, autograd included.  compute_ns: by which each further compute of a rank has to shorten the step:
     to begin it, and to post its messages, is left out by the simulation.  group_ns: overhead of a recomputed group in
     autograd and Python.  state_passes: how often a tensor of an optimizer's state costs a pass over memory as large as
-    the parameters.  transport: by which its ranks exchange messages, unless the user asks for another.
+    the parameters.  transport: by which its ranks exchange messages, unless the user asks for another.  device_type:
+    torch's `device.type`.
+
+    Where nothing else is known.  own: memory in bytes, FLOP/s and memory bytes/s of a device; None where devices are
+    shares of their host.  link: latency in nanoseconds and bytes/s between the devices of a host, of which there are at
+    most `of_host`, None for any number.
 
     What `detect` measures.  dtypes: rates of products.  message_bytes: times of messages, the smallest for the latency.
     product_rows: of the largest product.  copied_bytes: of the copy that shows the memory bandwidth, more than caches.
@@ -28,6 +33,10 @@ class DeviceKind:
     group_ns: int
     state_passes: float
     transport: str
+    device_type: str
+    own: tuple[int, int, int] | None
+    link: tuple[int, int]
+    of_host: int | None
     dtypes: tuple[str, ...]
     message_bytes: tuple[int, ...]
     product_rows: int
@@ -43,6 +52,10 @@ DEVICE_KINDS: Mapping[str, DeviceKind] = {
         group_ns=200_000,  # measured around groups of one small op
         state_passes=8.5,  # torch's optimizers run op by op: 20 passes for AdamW, 11 for SGD with momentum and decay
         transport="gloo",
+        device_type="cpu",
+        own=None,
+        link=(20_000, 2 * 10**9),  # TCP between processes
+        of_host=None,
         dtypes=("float32", "bfloat16"),
         message_bytes=(64, 2**18, 2**20, 2**22, 2**24),
         product_rows=4096,
@@ -56,11 +69,14 @@ DEVICE_KINDS: Mapping[str, DeviceKind] = {
         group_ns=0,  # the host runs ahead
         state_passes=2.0,  # a step is one kernel, which reads and writes each once
         transport="nccl",
+        device_type="cuda",
+        own=(80 * 2**30, 10**14, 2 * 10**12),  # bf16 at what models reach
+        link=(10_000, 2 * 10**11),  # NVLink
+        of_host=8,
         dtypes=("float32", "bfloat16", "float16"),
         message_bytes=(64, 2**20, 2**22, 2**24, 2**26),
         product_rows=8192,
         copied_bytes=2**29,
     ),
 }
-"""The kinds by name, which is torch's `device.type`.  A new kind is a row here; a transport of its own is an entry of
-`CARRIERS`."""
+"""The kinds by name.  A new kind is a row here; a transport of its own is an entry of `CARRIERS`."""

@@ -102,7 +102,9 @@ def make_plan(
     given = read_plan(options)
     if to_run:
         _require_runnable(given, options)
-    captures.run_in(precision_of(options, given), cluster.kind, values_come=options.weights is not None)
+    captures.run_in(
+        precision_of(options, given), cluster.devices[0].device_type, values_come=options.weights is not None
+    )
     if given:
         return _given(given, captures, batch, cluster, options)
     try:
@@ -174,7 +176,7 @@ def _built(task: PlanningTask, costs: CostedGraph) -> Plan:
     asked = PlannerInput(costs.graph, cost_model, torch.__version__, costs.source, group_ns)
     plan = _found_or_built(asked, twin, task.cluster, request, task.options)
     precision = precision_of(task.options, None)
-    if is_stand_in(precision, task.cluster.kind):
+    if is_stand_in(precision, task.cluster.devices[0].device_type):
         notes = (*notes, "this torch has no CUDA: its casts are those of CPUs; to run it, plan again on the cluster")
     notes = (*costs.notes, *notes, *_hint_at_slices(task, plan))
     return replace(plan, provenance=replace(plan.provenance, precision=precision)).with_notes(*notes)

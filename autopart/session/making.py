@@ -54,7 +54,9 @@ class Maker:
         with together(self._world, "capturing the model"), patient("capturing the model"):
             if mine is None:
                 comes = self._options.weights is not None
-                self._captures.run_in(decided.provenance.precision, self._cluster.kind, values_come=comes)
+                self._captures.run_in(
+                    decided.provenance.precision, self._cluster.devices[0].device_type, values_come=comes
+                )
                 mine = Planned(decided, self._captures(batch, Size(max(decided.micro_rows))), rule)
             batch = self._captures.judged(batch)
             fingerprint = (

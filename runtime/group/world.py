@@ -80,7 +80,7 @@ class World:
         self._waiting = waiting()
         self._tree: Tree | None = None
         self.stop_requested = self.stepped = self._catching = False
-        if kind == "cuda":
+        if DEVICE_KINDS[kind].device_type == "cuda":
             require_devices(torch.cuda.device_count(), local_ranks(size), self.transport)
         if size > 1 or dist.is_initialized():
             self._join(size, timeout_s)
@@ -129,10 +129,12 @@ class World:
         shared_group.leave(lease, self._broken)
 
     def _device(self, kind: str) -> torch.device:
-        if kind != "cuda":
-            return torch.device("cpu")
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", self.rank)) % torch.cuda.device_count())
-        torch.cuda.set_device(device)
+        name = DEVICE_KINDS[kind].device_type
+        if name == "cpu":
+            return torch.device(name)
+        module = torch.get_device_module(name)
+        device = torch.device(name, int(os.environ.get("LOCAL_RANK", self.rank)) % module.device_count())
+        module.set_device(device)
         return device
 
     def _carrier(self) -> NcclCarrier | None:
@@ -182,7 +184,7 @@ class World:
     @property
     def staged(self) -> bool:
         """Whether messages of the device pass through host memory."""
-        return self.device.type == "cuda" and self.transport == GLOO
+        return self.device.type != "cpu" and self.transport == GLOO
 
     @property
     def overlaps(self) -> bool:
@@ -354,7 +356,7 @@ class World:
 def transport_of(kind: str, asked: str) -> str:
     """Return the transport for devices of this kind, resolving "auto".  Raises ClusterError for NCCL without CUDA
     devices."""
-    if asked == NCCL and kind != "cuda":
+    if asked == NCCL and DEVICE_KINDS[kind].transport != NCCL:
         raise ClusterError("transport is nccl, and the cluster has no CUDA devices", fix='use transport="gloo"')
     if asked == AUTO:
         return DEVICE_KINDS[kind].transport

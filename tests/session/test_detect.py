@@ -13,7 +13,7 @@ from support.workers import Workers
 
 from autopart.cli.main import main
 from autopart.costs.detect import detect, fit_link, merge_devices, pairs_of, probe, rounded
-from autopart.files.clusters import LOOPBACK, cluster_to_yaml, parse_cluster, this_host
+from autopart.files.clusters import cluster_to_yaml, link_within_host, parse_cluster, this_host
 from autopart.ir.cluster import Cluster, Device, Level, Link, check
 from autopart.ir.device_kinds import DEVICE_KINDS
 from autopart.ir.errors import ClusterError
@@ -104,7 +104,7 @@ def test_one_rank_has_nobody_to_talk_to_and_gets_the_default_link(monkeypatch: p
     monkeypatch.setenv("WORLD_SIZE", "1")
     found = detect()
     assert_plausible(found, 1, [1])
-    assert found.levels[0].link == LOOPBACK and found.devices[0].memory_bytes == this_host().memory_bytes
+    assert found.levels[0].link == link_within_host("cpu") and found.devices[0].memory_bytes == this_host().memory_bytes
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,7 @@ def compiled_costs(captured: Captured, device: Device) -> CostedGraph:
         if not affordable(analytic_costs(captured.graph, device), device, _LARGEST_S):
             return replace(plain, notes=(*plain.notes, "costs: this program is too large to measure it compiled"))
         try:
-            found = _measured(captured, graph, torch.device(device.kind))
+            found = _measured(captured, graph, torch.device(device.device_type))
         except Exception as error:  # an op may reject made-up inputs
             why = f"costs: compiled code cannot be measured, {type(error).__name__}: {first_line(error)}"
             return replace(plain, notes=(*plain.notes, why))

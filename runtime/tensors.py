@@ -32,9 +32,7 @@ def common(tensor: torch.Tensor, own: Piece, other: Piece) -> torch.Tensor:
     held = tensor.shape[other.axis] if other.axis < tensor.dim() else 0
     size, offset = (held * own.parts, held * own.index) if own.axis == other.axis else (held, 0)
     if not size or size % other.parts:
-        what = (
-            f"{own} of shape {tuple(tensor.shape)} cannot be cut into {other.parts} equal parts along axis {other.axis}"
-        )
+        what = f"{own} of shape {[*tensor.shape]} has no {other.parts} equal parts along axis {other.axis}"
         raise PlanError(what, fix="use a number of ranks that divides it, or leave it whole")
     size //= other.parts
     first = min(max(other.index * size - offset, 0), held)
@@ -225,8 +223,7 @@ def gather_tensors(
     piece on its owner, or None, which is zero if another rank has one.  Sparse tensors become dense.  Bytes sent: the
     size of all tensors, to every rank.
     """
-    mine = {piece.name for piece, rank in owners.items() if rank == world.rank}
-    present = {name for name in mine if local(name) is not None}
+    present = {p.name for p, rank in owners.items() if rank == world.rank and local(p.name) is not None}
     everyone = set[str]().union(*world.gather_objects(present))
     result: dict[str, torch.Tensor | None] = {}
     for piece, rank in owners.items():
@@ -236,8 +233,7 @@ def gather_tensors(
             continue
         held = local(name) if rank == world.rank else None
         if held is None:
-            make = torch.zeros if rank == world.rank else torch.empty
-            data = make(common(like[name], whole(name), piece).shape, dtype=like[name].dtype)
+            data = torch.zeros(common(like[name], whole(name), piece).shape, dtype=like[name].dtype)
         else:
             data = dense(held.detach()).cpu().clone()
         data = world.broadcast(data.contiguous(), rank)

@@ -51,15 +51,12 @@ def local_state(session: Session, steps: int) -> dict[str, Any]:
     rank does; and the extra state that counts here.  Local."""
     session.tensors.masters.write()
     held, tied, captures = session.tensors.held, session.tied, session.captures
-    placement = session.standing.context.placement
     kept: OrderedDict[str, Any] = OrderedDict()
     for name, own in captures.trained.tensors().items():
         first = tied.get(name, name)
         if first in held and session.standing.keeps(first):
-            kept[str(replace(placement.piece(session.world.rank, first), name=name))] = (
-                held[first].detach().cpu().clone()
-            )
-        elif placement.owner(first) is None and captures.is_own(name, own):
+            kept[str(replace(session.tensors.piece(first), name=name))] = held[first].detach().cpu().clone()
+        elif session.standing.context.placement.owner(first) is None and captures.is_own(name, own):
             kept[name] = own.detach().cpu().clone()
     kept.update((key_of(name), module.get_extra_state()) for name, module in counting_here(session).items())
     kept._metadata = {_REMEMBERED: {"steps": steps}}  # type: ignore[attr-defined]

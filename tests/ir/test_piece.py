@@ -70,5 +70,5 @@ def test_the_pieces_of_a_cut_are_all_of_the_tensor(piece: Piece) -> None:
 
 @pytest.mark.parametrize("shape", [(3, 4), (), (0, 2)])
 def test_unequal_parts_are_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(PlanError, match=r"w of shape .* cannot be cut into 2 equal parts along axis 0"):
+    with pytest.raises(PlanError, match=r"w of shape .* has no 2 equal parts along axis 0"):
         common(torch.zeros(shape), whole("w"), Piece("w", 0, 2, 1))

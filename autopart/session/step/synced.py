@@ -58,7 +58,7 @@ def rewrites_of(
     RefusedError for ranks that do not hold the pieces that they would compute with."""
     found: dict[int, list[Callable[[StageModule], None]]] = defaultdict(list)
     needed = placement_of(graph, decision)
-    for name in placement.cuts.keys() | needed.cuts.keys():
+    for name in {**placement.cuts, **needed.cuts}:
         if needed.owner(name) is not None and needed.pieces(name) != placement.pieces(name):
             raise RefusedError(
                 f"{name} is held in pieces, and would be used by a rank without those of others",

@@ -1,4 +1,7 @@
-"""Pipelines over a transport whose posts may block, as NCCL's may: none hangs, and a program that would is reported."""
+"""Pipelines over a transport whose posts may block, as NCCL's may: none hangs, and a program that would is reported.
+
+`test_any_plan` draws this transport too.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,6 @@ import pytest
 from support.grids import sampled
 from support.jobs.engine_jobs import step
 from support.jobs.fake_nccl_jobs import played, receives_first
-from support.jobs.replica_jobs import replicated
-from support.jobs.step_jobs import compare
 from support.languages.nccl_programs import CASES, FINE, HANG, WRONG
 from support.oracles.fake_nccl import NAME
 from support.workers import Workers
@@ -20,38 +21,6 @@ from autopart.runtime.launch.local import launch
 def test_the_fake_transport_behaves_like_nccl(workers: Workers, name: str) -> None:
     found = workers.run(played, name)
     assert (WRONG if WRONG in found else HANG if HANG in found else FINE) == CASES[name].outcome, found
-
-
-@pytest.mark.parametrize(
-    ("name", "stages", "schedule", "micros"),
-    [
-        ("tied", 4, "1f1b", 4),
-        pytest.param("skips", 4, "gpipe", 3, marks=pytest.mark.slow),
-        pytest.param("batch_norm", 3, "1f1b-deep", 4, marks=pytest.mark.slow),
-        pytest.param("gpt2", 4, "1f1b", 3, marks=pytest.mark.slow),
-    ],
-)
-def test_a_pipeline_runs_where_every_message_blocks(
-    workers: Workers, name: str, stages: int, schedule: str, micros: int
-) -> None:
-    results = workers.run(compare, name, stages, schedule, micros, 12, "float32", (), "auto", NAME)
-    _, difference, ran = results[0]
-    assert ran == stages and difference.within(), difference
-
-
-@pytest.mark.parametrize(
-    ("name", "counts", "rows"),
-    [
-        ("tied", (2, 2), (8, 5)),
-        pytest.param("stack", (3, 1), (8,), marks=pytest.mark.slow),
-        pytest.param("skips", (1, 2, 1), (3,), marks=pytest.mark.slow),
-    ],
-)
-def test_replicas_run_where_every_message_blocks(
-    workers: Workers, name: str, counts: tuple[int, ...], rows: tuple[int, ...]
-) -> None:
-    found, planned = workers.run(replicated, name, counts, 2, rows, "auto", NAME)[0]
-    assert planned == counts and all(difference.within() for difference in found), found
 
 
 def test_several_stages_on_a_rank_run_where_every_message_blocks(pair: Workers) -> None:

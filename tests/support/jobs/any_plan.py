@@ -22,11 +22,12 @@ from autopart.ir.size import Size
 from autopart.passes.program.messages import check_messages
 from autopart.passes.program.named import SEARCHED
 from autopart.passes.program.orders import placed
+from autopart.passes.program.schedules import register
 from autopart.passes.program.verify import check_program
 from autopart.pipe.pipe import Pipe
 from support.jobs.statistics_jobs import PICTURES
 from support.jobs.step_jobs import EVERY, compiled
-from support.languages.own_orders import drawn_order, registered
+from support.languages.own_orders import OWN, drawn_order, registered
 from support.languages.setups import DRAWN, Setup
 from support.models.decoder import Shape, decoder
 from support.models.random_models import OPS, RANDOM_OPS, Random, batch_of
@@ -40,6 +41,7 @@ SCALE = 256.0
 _DECODERS = {
     "decoder": Shape(), "decoder_window": Shape(window=5, term=True, written_out=True),
     "decoder_merged": Shape(merged=True), "decoder_dropout": Shape(dropout=0.2, term=True),
+    "decoder_written": Shape(dropout=0.2, written_out=True, merged=True),
 }  # fmt: skip
 
 
@@ -88,7 +90,7 @@ class Trained:
 
     losses: of each batch.  gradients: before each step of the optimizer.  state: parameters and buffers of the model.
     values, optimizer: parameters that this rank updates, and what its optimizer keeps for them.  (gradients and state
-    are the same on all ranks, and returned by rank 0.)
+    are the same on all ranks, and returned by rank 0.)  evaluated: the loss of the first batch, where it is asked for.
     """
 
     losses: list[float]
@@ -96,6 +98,7 @@ class Trained:
     state: Tensors
     values: Tensors
     optimizer: dict[str, Tensors]
+    evaluated: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -136,11 +139,12 @@ def play(setup: Setup) -> Trained | Refused:
             )
             assert not pipe.skipped
             state, held = dict(pipe.state_dict()), {n: p for n, p in pipe.named_parameters() if p.numel()}
+            evaluated = pipe.eval_loss(batches_of(setup)[0]).item() if setup.evaluated else 0.0
             leads = pipe.rank == 0
             return Trained(
                 losses, gradients if leads else [], state if leads else {},
                 {name: parameter.detach().clone() for name, parameter in held.items()},
-                {name: state_of(optimizer, parameter) for name, parameter in held.items()},
+                {name: state_of(optimizer, parameter) for name, parameter in held.items()}, evaluated,
             )  # fmt: skip
     except RunError:
         raise
@@ -150,19 +154,22 @@ def play(setup: Setup) -> Trained | Refused:
 
 def pipe_of(setup: Setup) -> Pipe:
     """Return the pipe of a setup over all ranks."""
-    case, sample = case_of(setup.model), batches_of(setup)[0]
+    case = case_of(setup.model)
     captures = CaptureCache(model_of(setup), case.loss_fn)
-    if setup.by_options:
-        asked: dict[str, Any] = _options(setup)
-    else:
-        captures.run_in(setup.precision, "cpu")
-        size = Size(max(split_rows(setup.rows[0], setup.micros)))
-        graph = captures(flatten(sample, with_target=case.loss_fn is not None), size).graph
-        asked = {"plan": plan_of(graph, setup)}
+    asked = _options(setup) if setup.by_options else {"plan": plan_for(setup, captures)}
     return compiled(
-        case, captures, sample, seed=5, transport=setup.transport, sync_batchnorm=setup.synced or None,
+        case, captures, batches_of(setup)[0], seed=5, transport=setup.transport, sync_batchnorm=setup.synced or None,
         master_weights=setup.masters or None, backend=setup.backend, **asked,
     )  # fmt: skip
+
+
+def plan_for(setup: Setup, captures: CaptureCache | None = None) -> Plan:
+    """Return the plan of a setup.  captures: of its model."""
+    case = case_of(setup.model)
+    captures = captures or CaptureCache(model_of(setup), case.loss_fn)
+    captures.run_in(setup.precision, "cpu")
+    batch = flatten(batches_of(setup)[0], with_target=case.loss_fn is not None)
+    return plan_of(captures(batch, Size(max(split_rows(setup.rows[0], setup.micros)))).graph, setup)
 
 
 def _options(setup: Setup) -> dict[str, Any]:
@@ -182,6 +189,8 @@ def plan_of(graph: Graph, setup: Setup) -> Plan:
     count = workers * setup.per_rank
     homes, order = placed(setup.placement, count, workers) or tuple(range(count)), ()
     schedule = setup.schedule
+    if schedule in OWN:
+        register(OWN[schedule])
     if schedule == DRAWN:
         schedule = registered(setup.placement, workers, setup.split, setup.seed)
     if schedule == SEARCHED:

@@ -12,7 +12,9 @@ import autopart
 from autopart.capture.trace.autocast import autocast_for
 from autopart.ir.errors import NonFiniteError
 from autopart.ir.shares import Division, parts
+from support.jobs.any_plan import plan_for
 from support.jobs.step_jobs import EVERY, cluster, compiled, fresh, refusal_of
+from support.languages.setups import DRAWN, Setup
 from support.oracles.one_process import case_rows, gradients_of, plain_loss
 
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
@@ -145,6 +147,12 @@ def trained(name: str, precision: str, steps: int, options: dict[str, Any]) -> d
         "losses": losses, "scales": scales, "remembered": remembered, "first": max(first.values()),
         "plain": None if plain is None else {"losses": plain.losses, "scales": plain.scales},
     }  # fmt: skip
+
+
+def trained_with_split_backwards(name: str, precision: Any, steps: int) -> dict[str, Any]:
+    """Return `trained` under a plan whose backwards are split in a drawn order."""
+    setup = Setup(name, (8, 8), 2, (1, 1), 2, schedule=DRAWN, seed=4, micros=4, dtype="float32", precision=precision)
+    return trained(name, precision, steps, {"plan": plan_for(setup)})
 
 
 def _relative(found: torch.Tensor | None, expected: torch.Tensor | None) -> float:

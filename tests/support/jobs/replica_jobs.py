@@ -26,36 +26,6 @@ def replica_options(counts: Counts, micros: int, **options: Any) -> dict[str, An
     return {"stages": len(counts), "replicas": counts, "micro_batches": micros, "schedule": "1f1b", **options}
 
 
-def replicated(
-    name: str,
-    counts: Counts,
-    micros: int,
-    rows: tuple[int, ...],
-    recompute: str = "auto",
-    transport: str = "auto",
-    policy: str | None = None,
-) -> tuple[list[Difference] | None, Counts]:
-    """Take accumulating steps over batches of `rows` with `counts` replicas of each stage; compare with one process.
-
-    Every rank returns the planned replicas, rank 0 also the differences of each step.
-    """
-    case, found = EVERY[name], []
-    reference = case.model()
-    asked = replica_options(counts, micros, recompute=recompute, transport=transport, replica_policy=policy)
-    with compiled(case, fresh(name), case.data(rows[0]), **asked) as pipe:
-        planned = tuple(len(stage.ranks) for stage in pipe.plan.stages)
-        assert all(stage.policy == (policy or "split") for stage in pipe.plan.stages if len(stage.ranks) > 1)
-        assert recompute != "all" or all(stage.recompute for stage in pipe.plan.stages)
-        for count in rows:
-            loss = pipe.step(case.data(count)).item()
-            gradients, state = pipe.gradients(), pipe.state_dict()
-            if pipe.rank == 0:
-                expected = Expected.of(plain_step(case, reference, case.data(count), micros), reference)
-                found.append(difference(loss, gradients, state, expected))
-        leads = pipe.rank == 0
-    return (found if leads else None), planned
-
-
 def uneven_devices(
     name: str, slower: tuple[int, ...], rows: tuple[int, ...], options: dict[str, Any]
 ) -> tuple[list[Difference] | None, list[tuple[tuple[int, ...], tuple[int, ...]]]]:
@@ -109,16 +79,6 @@ def trained(name: str, counts: Counts, steps: int, clip: float, policy: str = "s
             "stage": next(iter(pipe.plan.decision.stages_of_rank(pipe.rank)), None),
             "held": {n: t.detach().clone() for n, t in pipe.session.tensors.held.items() if n in own},
         }
-
-
-def masked(counts: Counts, recompute: str) -> tuple[list[float], dict[str, torch.Tensor | None]]:
-    """Return the losses of two steps with dropout and the gradients."""
-    case = EVERY["dropped"]
-    with compiled(
-        case, fresh("dropped"), case.data(7), **replica_options(counts, 2, seed=3, recompute=recompute)
-    ) as pipe:
-        losses = [pipe.step(case.data(7)).item() for _ in range(2)]
-        return losses, pipe.gradients()
 
 
 def sparse(replicas: int, zero: int = 0) -> dict[str, Any]:

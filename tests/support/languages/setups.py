@@ -24,7 +24,8 @@ class Setup:
     counts: replicas of each worker, in a world of so many ranks, of which others idle.  per_rank: stages of each
     worker.  schedule: DRAWN draws an order in which a backward is split with the probability `split`.  shares and
     policies: of each worker's replicas, () for equal shares and "split".  recompute: the part of each stage's ops.
-    frozen: the first so many parameters do not learn.  by_options: the planner cuts, instead of the seed.
+    frozen: the first so many parameters do not learn.  by_options: the planner cuts, instead of the seed.  evaluated:
+    a loss after training, too.
     """
 
     model: str = "stack"
@@ -51,6 +52,7 @@ class Setup:
     transport: str = "auto"
     optimizer: str = "momentum"
     by_options: bool = False
+    evaluated: bool = False
     seed: int = 0
 
     def __repr__(self) -> str:
@@ -78,17 +80,18 @@ class Setup:
 PLAIN = (
     "tied", "skips", "stack", "stack_sum", "frozen", "mixed_grads", "late_inputs", "unused_grad", "aliases", "nest",
     "shared_by_all", "checkpointed", "two_outputs", "rotary", "transposed", "root_parameters", "in_place", "basic",
-    "shared_embedding", "layer_norm", "native_call", "function", "fork_join",
+    "shared_embedding", "layer_norm", "native_call", "function", "fork_join", "small_param", "shared_input",
+    "shared_param", "embedding", "loss_out", "identity",
 )  # fmt: skip
 """Small models.  "random N" is a module of random ops."""
-COUPLED = ("batch_norm", "buffer3", "pictures")
+COUPLED = ("batch_norm", "buffer1", "buffer2", "buffer3", "pictures")
 """With batch statistics."""
-DRAWING = ("dropped", "decoder_dropout")
+DRAWING = ("dropped", "decoder_dropout", "decoder_written")
 """With random numbers."""
 CAUSAL = (
     "tril_softmax", "is_causal", "exp_of_scores", "convolved_and_shifted", "with_padding", "documents",
     "outer_products", "relative_bias", "complex_rotation", "mask_buffer", "decoder", "decoder_window",
-    "decoder_merged", "decoder_dropout",
+    "decoder_merged", "decoder_written", "decoder_dropout",
 )  # fmt: skip
 """Whose sequences can be cut."""
 SMOOTH = ("tied", "stack", "rotary", "shared_by_all", "aliases", "decoder", "skips")
@@ -96,6 +99,7 @@ SMOOTH = ("tied", "stack", "rotary", "shared_by_all", "aliases", "decoder", "ski
 REAL = (
     "gpt2", "llama", "llama_tied", "mistral", "qwen3", "gemma2", "gpt_neox", "opt", "bert", "roberta", "t5", "vit",
     "convnext", "resnet", "mixtral", "phi", "falcon", "olmo2", "bloom", "gptj", "gpt_neo", "llama_packed",
+    "mistral_packed", "llama_eager", "mistral_eager", "gpt2_eager", "qwen3_moe",
 )  # fmt: skip
 REAL_COUPLED, REAL_WHOLE = ("resnet",), ("bert", "roberta", "t5", "vit", "convnext", "resnet")
 SIMPLER = ("stack", "tied", "batch_norm", "dropped", "is_causal")
@@ -110,12 +114,12 @@ def tokens_of(model: str) -> int:
 # -- drawing -------------------------------------------------------------------------------------------------------
 
 
-def drawn(seed: int, world: int, *, real: float = 0.0, compiled: float = 0.0) -> Setup:
-    """Return the setup of a seed.  real, compiled: the probability of a real architecture, and of compiled stages."""
+def drawn(seed: int, world: int, *, model: str = "", compiled: float = 0.0) -> Setup:
+    """Return the setup of a seed.  model: else it is a small one that is drawn.  compiled: the probability of compiled
+    stages."""
     draw = random.Random(seed)
-    cut = draw.random() < 0.3
-    is_real = draw.random() < real
-    model = _model(draw, cut=cut, real=is_real)
+    cut = draw.random() < 0.3 and model not in REAL_WHOLE
+    model = model or _model(draw, cut=cut)
     coupled = model in COUPLED + REAL_COUPLED
     counts = _counts(draw, world)
     micros = draw.randint(1, 5)
@@ -125,25 +129,24 @@ def drawn(seed: int, world: int, *, real: float = 0.0, compiled: float = 0.0) ->
         recompute=draw.choice((0.0, 0.0, 0.4, 1.0)), transport=draw.choice(("auto", "auto", "fake-nccl")),
         frozen=draw.choice((0, 0, 0, 1, 3)), optimizer=draw.choice(("momentum", "adam")),
         synced=coupled and (max(counts) > 1 or draw.random() < 0.3),
-        backend="inductor" if draw.random() < compiled else "eager",
+        backend="inductor" if draw.random() < compiled else "eager", evaluated=draw.random() < 0.15,
     )  # fmt: skip
     setup = _with_order(setup, draw, cut=cut)
     setup = _with_replicas(setup, draw)
     setup = _with_numbers(setup, draw)
-    least = 2 * micros + 1 if coupled else max(3, micros)  # a batch norm needs two rows
+    most = 1 if model == "pictures" else max(counts)
+    least = 2 * micros * most + 1 if coupled else max(3, micros)  # most batch norms need two rows, where they are
     rows = tuple(draw.randint(least, least + 6) for _ in range(draw.choice((2, 2, 3))))
     if not coupled and draw.random() < 0.3:
         rows = (*rows[:-1], draw.randint(1, 3))  # fewer rows than replicas, or than micro-batches
     return replace(setup, rows=rows)
 
 
-def _model(draw: random.Random, *, cut: bool, real: bool) -> str:
-    if real:
-        return draw.choice([name for name in REAL if not cut or name not in REAL_WHOLE])
+def _model(draw: random.Random, *, cut: bool) -> str:
     if cut:
         return draw.choice(CAUSAL) if draw.random() < 0.95 else draw.choice(PLAIN)
     ops = f"random {draw.randrange(10**4)}"
-    return draw.choice((*PLAIN * 2, *COUPLED * 4, *DRAWING * 2, "decoder", *[ops] * 15))
+    return draw.choice((*PLAIN * 2, *COUPLED * 3, *DRAWING * 2, "decoder", *[ops] * 15))
 
 
 def _counts(draw: random.Random, world: int) -> tuple[int, ...]:
@@ -195,12 +198,15 @@ def _with_replicas(setup: Setup, draw: random.Random) -> Setup:
 def _with_numbers(setup: Setup, draw: random.Random) -> Setup:
     """Draw precision and dtype."""
     kind = draw.random()
-    if kind < 0.25 and not setup.slices and setup.model not in COUPLED + DRAWING + REAL:
-        half = replace(setup, model=draw.choice(SMOOTH), dtype="float32", frozen=0, optimizer="momentum")
+    if kind < 0.25 and setup.model not in COUPLED + DRAWING + REAL:
+        model = draw.choice(SMOOTH)
+        if setup.slices:
+            model = "decoder" if tokens_of(setup.model) == 16 else "is_causal"
+        half = replace(setup, model=model, dtype="float32", frozen=0, optimizer="momentum")
         if kind < 0.1:
             return replace(half, masters=True, dtype=draw.choice(("bfloat16", "float16")))
         return replace(half, precision=draw.choice(("bf16", "fp16")))
-    in_double = setup.model not in REAL and setup.model != "layer_norm"  # others compute their loss in single
+    in_double = setup.model in REAL_WHOLE or setup.model not in (*REAL, "layer_norm")  # others have a loss in single
     return setup if in_double and setup.backend == "eager" else replace(setup, dtype="float32")
 
 

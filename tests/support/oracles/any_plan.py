@@ -11,7 +11,7 @@ import torch
 
 from autopart.batch.batch import split_rows
 from autopart.session.step.parts import micro_cut
-from support.jobs.any_plan import Refused, Trained, case_of, model_of, play, state_of, train
+from support.jobs.any_plan import Refused, Trained, batches_of, case_of, model_of, play, state_of, train
 from support.languages.setups import DRAWING, Setup, smallest
 from support.oracles.one_process import gradients_of, plain_loss, plain_step, rows_of
 from support.workers import Workers
@@ -27,6 +27,9 @@ REFUSALS = (
     "divided between replicas",
     "replicas need a row of every micro-batch each",
     "nothing to train",
+    "Expected more than 1 value per channel when training",
+    "ops cannot be cut into",
+    "blocks that can stand apart",
     "does not go with replicas that take micro-batches in turn",
     "leave token_slices out: the model is then trained on whole sequences",
 )
@@ -39,6 +42,12 @@ class Outcome:
 
     kind: str
     text: str = ""
+
+    @property
+    def way(self) -> str:
+        """The error, or that values differ: setups that fail in another way are no simpler ones."""
+        name = self.text.partition(":")[0]
+        return name if name.isidentifier() else self.kind
 
 
 def outcome(setup: Setup, pool: Workers) -> Outcome:
@@ -71,7 +80,7 @@ def alone(setup: Setup) -> Trained:
     """Train the model in one process: plain torch, or for one that draws numbers a pipe of one stage on one rank."""
     if setup.model in DRAWING:
         one = Setup(setup.model, setup.rows, 1, micros=setup.micros, dtype=setup.dtype, precision=setup.precision)
-        found = play(replace(one, frozen=setup.frozen, optimizer=setup.optimizer, masters=setup.masters))
+        found = play(replace(one, frozen=setup.frozen, optimizer=setup.optimizer, evaluated=setup.evaluated))
         assert isinstance(found, Trained), found
         return found
     model, case = model_of(setup), case_of(setup.model)
@@ -79,13 +88,12 @@ def alone(setup: Setup) -> Trained:
     masters = {n: p.detach().float().requires_grad_() for n, p in names.items()} if setup.masters else names
 
     def step(batch: Any) -> float:
-        half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(setup.precision)
         if setup.masters:
             _round(names, masters)
-        with torch.autocast("cpu", half, cache_enabled=False) if half else nullcontext():
-            if case.coupled:
-                cut = micro_cut(rows_of(batch), split_rows(setup.rows[0], setup.micros))
-                return plain_step(case, model, batch, len(cut)).item()
+        if case.coupled:
+            cut = micro_cut(rows_of(batch), split_rows(setup.rows[0], setup.micros))
+            return plain_step(case, model, batch, len(cut)).item()
+        with _autocast(setup):
             loss = plain_loss(case, model, batch)
         if loss.requires_grad:
             loss.backward()
@@ -103,7 +111,15 @@ def alone(setup: Setup) -> Trained:
     _round(names, masters)
     held = {name: parameter.detach().clone() for name, parameter in masters.items()}
     states = {name: state_of(optimizer, parameter) for name, parameter in masters.items()}
-    return Trained(losses, kept, {k: v.clone() for k, v in model.state_dict().items()}, held, states)
+    model.eval()
+    with torch.no_grad(), _autocast(setup):
+        evaluated = plain_loss(case, model, batches_of(setup)[0]).item() if setup.evaluated else 0.0
+    return Trained(losses, kept, {k: v.clone() for k, v in model.state_dict().items()}, held, states, evaluated)
+
+
+def _autocast(setup: Setup) -> Any:
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(setup.precision)
+    return torch.autocast("cpu", half, cache_enabled=False) if half else nullcontext()
 
 
 def _round(names: Mapping[str, torch.Tensor], masters: Mapping[str, torch.Tensor]) -> None:
@@ -123,7 +139,8 @@ def differences(setup: Setup, found: Sequence[Trained], expected: Trained) -> It
     kind = "half" if setup.half else setup.dtype
     least, limits = LEAST[kind], (TOLERANCE[kind], TOLERANCE[kind] * LATER[kind])
     for rank, each in enumerate(found):
-        for place, (mine, loss) in enumerate(zip(each.losses, expected.losses, strict=True)):
+        pairs = zip((*each.losses, each.evaluated), (*expected.losses, expected.evaluated), strict=True)
+        for place, (mine, loss) in enumerate(pairs):
             if not abs(mine - loss) <= limits[place > 0] * (abs(loss) or 1.0):
                 yield f"loss {place} on rank {rank} is {mine}, not {loss}"
     for place, (ours, theirs) in enumerate(zip(found[0].gradients, expected.gradients, strict=True)):
@@ -139,7 +156,11 @@ def differences(setup: Setup, found: Sequence[Trained], expected: Trained) -> It
     yield from (
         f"no rank updates {name}" for name in sorted(learning - {name for each in found for name in each.values})
     )
+    copies: dict[str, torch.Tensor] = {}
     for rank, each in enumerate(found):
+        for name, value in each.values.items():
+            if not torch.equal(copies.setdefault(name, value), value):
+                yield f"{name} on rank {rank} is not the same, bit by bit, as on another rank"
         wanted = {name: expected.values[name] for name in each.values}
         here = f"on rank {rank}"
         yield from _apart(f"value {here}", _changes(each.values, before), _changes(wanted, before), limits[1], least)
@@ -192,7 +213,8 @@ def _norm(value: torch.Tensor | None) -> float:
 
 def small_failure(setup: Setup, pool: Workers) -> str:
     """Return the smallest setup that is wrong still, as a script, and what is wrong with it."""
-    least = smallest(setup, lambda other: outcome(other, pool).kind == "wrong")
+    how = outcome(setup, pool).way
+    least = smallest(setup, lambda other: outcome(other, pool).way == how)
     return f"{outcome(least, pool).text}\n\n{least.script()}\n\n(drawn: {setup})"
 
 

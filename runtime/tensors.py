@@ -120,7 +120,7 @@ class LocalTensors:
             held = self._held.get(name)
             if held is not None and held.requires_grad != parameter.requires_grad:
                 held.requires_grad_(parameter.requires_grad)
-            if held is not None and needs_master(held) and self._mastered(name) and name not in self.masters.by_name:
+            if held is not None and needs_master(held) and name not in self.masters.by_name and self._mastered(name):
                 raise RefusedError(
                     f"{name} is trained now, and was frozen when the model was compiled",
                     why="it has no master in fp32: optimizers made from pipe.parameters() would not see its gradient",

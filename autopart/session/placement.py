@@ -54,8 +54,8 @@ class Placement:
 
     def piece(self, rank: int, name: str) -> Piece:
         """Return what a rank holds of a tensor, if it holds anything of it."""
-        pieces = self.pieces(name)
-        return pieces[0] if len(pieces) == 1 else next((p for p in pieces if rank in self.holders[p]), pieces[0])
+        pieces = self.cuts.get(name)
+        return next((p for p in pieces if rank in self.holders[p]), pieces[0]) if pieces else whole(name)
 
     def with_unused(self, earlier: Placement) -> Placement:
         """Return this placement with the tensors that only an earlier one has, where they were: their values may have
@@ -74,9 +74,9 @@ class Placement:
         """Return whether a rank that holds this tensor keeps its gradient and optimizer state."""
         return rank in self.keepers.get(self.piece(rank, name), (rank,))
 
-    def owns(self, rank: int, name: str) -> bool:
-        """Return whether the value that counts of this tensor, or of a piece of it, is that of a rank."""
-        return self.owners.get(self.piece(rank, name)) == rank
+    def owned_by(self, rank: int) -> dict[str, Piece]:
+        """Return the pieces that a rank owns, by name."""
+        return {piece.name: piece for piece, owner in self.owners.items() if owner == rank}
 
     def owner(self, name: str) -> int | None:
         """Return the rank that owns a tensor, or its first piece; None if no stage uses it."""
@@ -171,7 +171,7 @@ def relocate(world: World, old: Placement, new: Placement, before: LocalTensors,
     """
     move_pieces(world, list(routes(old.owners, old.holders, new.holders)), before.held, after.held)
     kept = list(routes(old.owners, old.keepers, new.keepers))
-    own = {piece.name: piece for piece, rank in old.owners.items() if rank == world.rank}
+    own = old.owned_by(world.rank)
 
     moving = _existing(world, kept, [piece for name, piece in own.items() if name in before.masters.by_name])
     for (_, piece), _, target in moving:

@@ -263,11 +263,11 @@ def gradient_norm(session: Session, norm_type: float) -> float | None:
 def own_norms(session: Session, norm_type: float) -> dict[str, float]:
     """Return the norm of each gradient whose parameter this rank owns a piece of, by name: a piece counts on one rank
     alone."""
-    rank, placement = session.world.rank, session.standing.context.placement
+    owned = session.standing.context.placement.owned_by(session.world.rank)
     return {
         name: float(torch.linalg.vector_norm(_wide(_elements(gradient)), norm_type))
         for name, gradient in _gradients_here(session).items()
-        if placement.owns(rank, name)
+        if name in owned
     }
 
 

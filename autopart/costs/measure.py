@@ -6,7 +6,8 @@ measured once.  Operands are made up from their shapes: no weights are needed.
 Assumptions, and where they are wrong: an op takes as long alone as among others (here caches are warmer, memory is less
 fragmented, and on a GPU nothing overlaps); its time does not depend on the data (lookups hit row 0; experts of a
 mixture get all tokens or none); the number of threads is that of this process.  Views and creation of constants are not
-measured.  Saved bytes and FLOPs are computed, not measured (`passes.ops.analytic_costs`).
+measured.  Saved bytes and FLOPs are computed, not measured, and so is what adds gradients to earlier ones
+(`passes.ops.analytic_costs`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from autopart.files.caches.cost_cache import OpTimes, keep_times, read_times
 from autopart.ir.cluster import Device
 from autopart.ir.cost import Cost
 from autopart.ir.graph import Graph, Op, Param, Value
-from autopart.passes.ops.analytic_costs import analytic_costs
+from autopart.passes.ops.analytic_costs import added_ns, analytic_costs
 from autopart.passes.ops.table import row_of
 from autopart.runtime.stages import products
 
@@ -68,7 +69,7 @@ def measure_costs(captured: Captured, device: Device, *, budget_s: float = 3.0) 
             new[sample.key] = entry
     keep_times(environment(device), new)
     keys = {name: sample.key for sample in samples for name in sample.ops}
-    return _with_costs(graph, keys, found), _notes(counts)
+    return _with_costs(graph, keys, found, added_ns(graph, device)), _notes(counts)
 
 
 def _notes(counts: Mapping[str, int]) -> tuple[str, ...]:
@@ -82,8 +83,11 @@ def _notes(counts: Mapping[str, int]) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _with_costs(graph: Graph, keys: Mapping[str, str], found: Mapping[str, OpTimes]) -> Graph:
-    """Return the graph with measured times, or analytic ones scaled by the mean error of those that were measured."""
+def _with_costs(graph: Graph, keys: Mapping[str, str], found: Mapping[str, OpTimes], added: Mapping[str, int]) -> Graph:
+    """Return the graph with measured times, or analytic ones scaled by the mean error of those that were measured.
+
+    added: nanoseconds of each backward that were not measured, since nothing was added to a gradient.
+    """
     pairs = [(op.cost, found[keys[op.name]]) for op in graph.ops if keys.get(op.name) in found]
     forward = _ratio(sum(measured[0] for _, measured in pairs), sum(analytic.fwd_ns for analytic, _ in pairs))
     backward = _ratio(sum(measured[1] for _, measured in pairs), sum(analytic.bwd_ns for analytic, _ in pairs))
@@ -91,7 +95,7 @@ def _with_costs(graph: Graph, keys: Mapping[str, str], found: Mapping[str, OpTim
     def cost(op: Op) -> Cost:
         times = found.get(keys.get(op.name, ""))
         if times is not None:
-            return replace(op.cost, fwd_ns=times[0], bwd_ns=times[1])
+            return replace(op.cost, fwd_ns=times[0], bwd_ns=times[1] + (added[op.name] if times[1] else 0))
         if op.name not in keys:
             return op.cost  # views and constants
         return replace(op.cost, fwd_ns=int(op.cost.fwd_ns * forward), bwd_ns=int(op.cost.bwd_ns * backward))

@@ -1,9 +1,10 @@
 """The analytic cost of an op: its time on a roofline, and the bytes that it saves for its backward.
 
 Time is max(operations / rate of the op's dtype, bytes / memory bandwidth) plus a fixed time per launch, at the shares
-of peak rates that kernels of the device reach (`Device.efficiency`).  Wrong where an op runs far below peak (small
-matrix products, transcendental functions on CPUs), where caches hold the operands, and where kernels overlap or are
-fused; ratios between layers of one model are better than the times themselves.
+of peak rates that kernels of the device reach (`Device.efficiency`).  A backward also adds the gradients of parameters
+to their sums (`weight_parts`), and causal attention computes what it sees (`flops.seen_share`).  Wrong where an op runs
+far below peak (small matrix products, transcendental functions on CPUs), where caches hold the operands, and where
+kernels overlap or are fused; ratios between layers of one model are better than the times themselves.
 
 Saved bytes follow autograd's derivative formulas: a matrix product saves the operand that the gradient of the other one
 needs, `softmax`, `tanh`, `relu`, ... their output, `add`, `sum` and views nothing, any other op its inputs
@@ -25,13 +26,13 @@ from autopart.ir.device_kinds import DEVICE_KINDS
 from autopart.ir.graph import Graph, Literal, Op, Param, Value
 from autopart.ir.size import Size
 from autopart.passes.ops.casts import cast_parameter, cast_values
-from autopart.passes.ops.flops import backward_flops, flops, operands, shape_of
+from autopart.passes.ops.flops import backward_flops, flops, operands, seen_share, shape_of
 from autopart.passes.ops.letters import added_operands
 from autopart.passes.ops.op_classes import first_of, op_classes
 from autopart.passes.ops.resize import resize
 from autopart.passes.ops.row import CREATION, VIEW, OpRow
 from autopart.passes.ops.table import row_of
-from autopart.passes.ops.weight_parts import weight_parts
+from autopart.passes.ops.weight_parts import Addition, additions, weight_parts
 
 _FLOATING = ("float", "bfloat", "complex")
 
@@ -40,6 +41,16 @@ def analytic_costs(graph: Graph, device: Device) -> Graph:
     """`graph` with a Cost on every op: roofline times on `device`, saved bytes, operations.  O(ops + values)."""
     pricing = Pricing(graph, graph)
     return replace(graph, ops=pricing.put(pricing.costs(graph.size, device), graph.ops))
+
+
+def added_ns(graph: Graph, device: Device) -> dict[str, int]:
+    """Nanoseconds that the backward of each op takes to add gradients to their sums, however it is costed otherwise.
+
+    Where a product adds by itself on a device that moves bytes while it computes, that pass is hidden.  O(ops).
+    """
+    hides = DEVICE_KINDS[device.kind].beside
+    found = zip(graph.ops, additions(graph, weight_parts(graph, storage(graph))), strict=True)
+    return {op.name: passing_ns(each.own + (0 if hides else each.inside), device) for op, each in found}
 
 
 class Pricing:
@@ -53,11 +64,12 @@ class Pricing:
         self._roots = storage(graph)
         keeps = _kept(graph, self._roots)
         self.weight_parts = weight_parts(graph, self._roots)
-        pairs = zip(graph.ops, self.weight_parts, strict=True)
-        also = [_also(op, self._roots, (*keeps[op.name], "", *part.kept)) for op, part in pairs]
-        self.classes = op_classes(graph, other, also)
+        self.additions = additions(graph, self.weight_parts)
+        each = zip(graph.ops, self.weight_parts, self.additions, strict=True)
+        also = [_also(op, self._roots, (*keeps[op.name], "", *part.kept, part.weight)) for op, part, _ in each]
+        self.classes = op_classes(graph, other, also, self.additions)
         first = first_of(self.classes)
-        self._keeps = [(keeps[graph.ops[i].name], self.weight_parts[i]) for i in first]
+        self._keeps = [(keeps[graph.ops[i].name], self.weight_parts[i], self.additions[i]) for i in first]
         wanted = {name for i in first for op in [graph.ops[i]] for name in (*op.reads, *op.writes, *also[i])}
         places = [i for i, value in enumerate(graph.values) if value.name in wanted]
         self._few, self._twins = (
@@ -70,10 +82,11 @@ class Pricing:
         """The cost of an op of each class.  Raises GraphError where the program is not known at this size."""
         few = resize(self._few, self._twins, size)
         values = few.value_map()
-        pairs = zip(few.ops, self._keeps, strict=True)
-        return [
-            part.of(_cost(op, values, self._params, self._roots, kept, device), values) for op, (kept, part) in pairs
-        ]
+        found = []
+        for op, (kept, part, added) in zip(few.ops, self._keeps, strict=True):
+            cost = _cost(op, values, self._params, self._roots, kept, device, added)
+            found.append(part.of(cost, values, passing_ns(added.own, device)))
+        return found
 
     def put(self, costs: list[Cost], ops: tuple[Op, ...]) -> tuple[Op, ...]:
         """Return the ops of the model with the costs of their classes."""
@@ -92,14 +105,18 @@ def _cost(
     roots: Mapping[str, str],
     kept: tuple[str, ...],
     device: Device,
+    added: Addition,
 ) -> Cost:
     work, back = flops(op, values, params), backward_flops(op, values, params)
+    seen = seen_share(op, values, params, device.kind)
     once = cast_parameter(op, params) is not None
     moved = moved_bytes(op, values, params, roots)
-    dtype = computing_dtype(op, values, params)
+    dtype, passes = computing_dtype(op, values, params), max(1, -(-back // work)) if work else 1
+    backward = roofline_ns(int(back * seen), moved * passes + added.inside, device, dtype)
+    grad = added.flows and any(values[w].grad for w in op.writes)
     return Cost(
-        0 if once else roofline_ns(work, moved, device, dtype),
-        _backward_ns(op, values, work, back, moved, device, dtype),
+        0 if once else roofline_ns(int(work * seen), moved, device, dtype),
+        backward + passing_ns(added.own, device) if grad else 0,
         _hidden_bytes(op, values, params, device) + sum(values[name].size_bytes for name in kept),
         _scratch_bytes(op, values, params),
         work,
@@ -128,13 +145,9 @@ def roofline_ns(work: int, moved: int, device: Device, dtype: str = "") -> int:
     return max(compute, memory) + DEVICE_KINDS[device.kind].launch_ns
 
 
-def _backward_ns(
-    op: Op, values: Mapping[str, Value], work: int, back: int, moved: int, device: Device, dtype: str
-) -> int:
-    if not any(values[w].grad for w in op.writes):
-        return 0
-    scale = max(1, -(-back // work)) if work else 1
-    return roofline_ns(back, moved * scale, device, dtype)
+def passing_ns(size_bytes: int, device: Device) -> int:
+    """Nanoseconds of passing memory of this size, read or written."""
+    return -(-size_bytes * 1_000_000_000 // device.reached_bytes_per_s)
 
 
 def moved_bytes(

@@ -54,12 +54,13 @@ class CostModel:
         """other: the program at another number of rows, which shows how it grows (`resize`).  O(size of the graph)."""
         self._other, self._device_types = other, device_types
         self._pricing = Pricing(graph, other or graph)
-        self._graph = graph = with_weight_parts(graph, self._pricing.weight_parts)
         self._classes = np.array(self._pricing.classes, dtype=np.int64)
         analytic = self._pricing.costs(graph.size, device_types[0])
+        each = [analytic[number] for number in self._pricing.classes]
+        self._graph = graph = with_weight_parts(graph, self._pricing.weight_parts, each)
         self._factors = [
-            tuple([_ratio(getattr(op.cost, field), getattr(analytic[c], field)) for field in _CORRECTED])
-            for op, c in zip(graph.ops, self._pricing.classes, strict=True)
+            tuple([_ratio(getattr(op.cost, field), getattr(known, field)) for field in _CORRECTED])
+            for op, known in zip(graph.ops, each, strict=True)
         ]
         self._as_analytic = all(set(factor) == {1.0} for factor in self._factors)
         self._graphs = {(graph.size, 0): graph}

@@ -1,9 +1,9 @@
 """Floating point operations of one op, forward and backward, from its row of the table.
 
 A multiply-add counts as 2, as in torch.utils.flop_counter, which gives the same numbers for matrix products,
-convolutions and attention.  Attention counts the whole square, causal or not.  Views and creation of constants count 0,
-reductions, norms and losses one per element read, all others one per element written, which is right up to a small
-factor for pointwise ops; their time depends on memory traffic anyway.
+convolutions and attention.  Attention counts the whole square, causal or not; kernels compute less (`seen_share`).
+Views and creation of constants count 0, reductions, norms and losses one per element read, all others one per element
+written, which is right up to a small factor for pointwise ops; their time depends on memory traffic anyway.
 """
 
 from __future__ import annotations
@@ -58,6 +58,23 @@ def backward_flops(op: Op, values: Mapping[str, Value], params: Mapping[str, Par
     factors = sum(values[r].grad for r in op.reads)
     factors += sum(params[p].trainable and len(params[p].shape) > 1 for p in op.params)
     return forward * min(2, max(1, factors))
+
+
+def seen_share(op: Op, values: Mapping[str, Value], params: Mapping[str, Param], device_kind: str) -> float:
+    """Return the share of its operations that an op computes.
+
+    Causal attention skips the blocks of keys behind its queries; one with a mask computes all, whatever the mask hides.
+    With dropout a CPU has no kernel that skips.
+    """
+    attrs = dict(op.attrs)
+    if row_of(op.target).hidden != "attention" or attrs.get("is_causal") is not True:
+        return 1.0
+    query, key = (shape_of(attrs.get(name), values, params) for name in ("query", "key"))
+    if query is None or key is None or (op.random and device_kind == "cpu"):
+        return 1.0
+    queries, keys = query[-2], key[-2]
+    rows = min(queries, keys)
+    return (rows * (rows + 1) / 2 + (queries - rows) * keys) / max(1, queries * keys)
 
 
 def operands(op: Op) -> list[str]:

@@ -11,16 +11,20 @@ from collections.abc import Sequence
 from autopart.ir.graph import Graph, Literal
 
 
-def op_classes(graph: Graph, other: Graph, also: Sequence[tuple[str, ...]]) -> tuple[int, ...]:
+def op_classes(
+    graph: Graph, other: Graph, also: Sequence[tuple[str, ...]], amounts: Sequence[object] = ()
+) -> tuple[int, ...]:
     """The class of each op: a number counted from 0 in order of appearance.
 
     graph, other: captures of one model, of equal structure.  also: for each op, further values and parameters that
-    count as its operands.  1, 1.0 and True are equal as arguments.  O(size of the graph).
+    count as its operands.  amounts: for each op, what else its cost depends on.  1, 1.0 and True are equal as
+    arguments.  O(size of the graph).
     """
     looks = _looks(graph, other)
     classes: dict[object, int] = {}
     found = []
-    for op, twin, more in zip(graph.ops, other.ops, also, strict=True):
+    rest = amounts or (None,) * len(graph.ops)
+    for op, twin, more, amount in zip(graph.ops, other.ops, also, rest, strict=True):
         place: dict[str, int] = {}  # names in order of appearance
         operands = tuple(
             [
@@ -32,7 +36,7 @@ def op_classes(graph: Graph, other: Graph, also: Sequence[tuple[str, ...]]) -> t
         arguments = nameless(op.attrs, place)
         there = arguments if twin.attrs == op.attrs else nameless(twin.attrs, place)
         counts = len(op.reads), len(op.writes), len(op.params)
-        key = op.target, op.random, counts, operands, arguments, there
+        key = op.target, op.random, counts, operands, arguments, there, amount
         found.append(classes.setdefault(key, len(classes)))
     return tuple(found)
 

@@ -26,10 +26,10 @@ from autopart.ir.size import Size
 from autopart.passes.graph.chain import BlockChain
 from autopart.passes.graph.cuts import Ints, module_span
 from autopart.passes.ops.cost_model import FIELDS
+from autopart.passes.ops.weight_parts import summed_bytes
 from autopart.passes.program.named import FAMILY, SEARCHED, STASHED
 from autopart.passes.program.orders import ONE
 from autopart.passes.program.schedules import find
-from autopart.passes.simulation.charges import summed_bytes
 from autopart.passes.simulation.stage_costs import Estimator
 from autopart.passes.tokens.recipe import TokenAxis
 

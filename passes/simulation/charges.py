@@ -17,11 +17,12 @@ from itertools import chain
 
 from autopart.ir.cluster import Cluster, Device
 from autopart.ir.device_kinds import DEVICE_KINDS
-from autopart.ir.graph import Graph, Param
+from autopart.ir.graph import Graph
 from autopart.ir.plan import Estimate, Stage
 from autopart.ir.program import MESSAGES_AHEAD
 from autopart.ir.shares import largest_share
 from autopart.passes.ops.table import keeps
+from autopart.passes.ops.weight_parts import summed_bytes
 from autopart.passes.simulation.slices import share_of
 from autopart.passes.simulation.traffic import Loads
 
@@ -62,11 +63,6 @@ class GraphIndex:
     def summed_bytes(self, params: set[str]) -> int:
         """Return the bytes of these parameters' gradients as replicas sum them."""
         return sum([self.summed[name] for name in params & self.summed.keys()])
-
-
-def summed_bytes(param: Param) -> int:
-    """Return the bytes of a gradient as replicas sum it: half precision is summed in fp32."""
-    return param.size_bytes * 2 if param.dtype in ("float16", "bfloat16") else param.size_bytes
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,8 @@ def shares(draw: st.DrawFn) -> SliceShares:
     costs = {name: Cost(draw(ns), draw(ns), 0, 0) for name in names}
     behind, once = draw(st.sets(st.sampled_from(names[:4]))), draw(st.sets(st.sampled_from(names[4:])))
     weights = {name: float(draw(st.integers(0, 50))) for name in draw(st.sets(st.sampled_from(names)))}
-    return SliceShares(TOKENS, costs, behind, once, draw(st.integers(0, 300)), weights, weights, draw(st.booleans()))
+    rest = {"hides": draw(st.booleans()), "added_ns": weights, "causal": draw(st.sets(st.sampled_from(names[:4])))}
+    return SliceShares(TOKENS, costs, behind, once, draw(st.integers(0, 300)), weights, weights, **rest)
 
 
 @settings(max_examples=200, deadline=None)

@@ -35,8 +35,7 @@ from autopart.passes.search.space import PlanRequest
 from autopart.passes.simulation.estimate import stage_estimates
 from autopart.passes.simulation.stage_costs import Estimator
 from autopart.report.cluster_table import cluster_table
-from autopart.report.plan_facts import plan_facts
-from autopart.report.plan_table import stage_table
+from autopart.report.plan_table import plan_facts, stage_table
 
 SEED = 2026
 CLUSTER_FILES = (

@@ -25,13 +25,8 @@ from autopart.session.executors.engines import Engines
 from autopart.session.executors.preparation import Preparation
 from autopart.session.executors.step_end import StepEnd, StepEnds
 from autopart.session.step.batch_counts import weighted_loss
-from autopart.session.step.loss_shares import (
-    idle_by_slot,
-    is_uneven,
-)
-from autopart.session.step.parts import (
-    inputs_of,
-)
+from autopart.session.step.loss_shares import idle_by_slot, is_uneven
+from autopart.session.step.parts import inputs_of
 from autopart.session.step.synced import rewrites_of, synced_stages
 from autopart.stagecode.compilers import EAGER
 from autopart.stagecode.stage_code import StageCode
@@ -145,11 +140,8 @@ class Executor:
 
         key: of random numbers, (seed, step).  scale: of the loss.  shards, before: as for `Preparation.agree`.
         """
-        rows, shares, rule = (
-            self.preparation.rows_of(batch, shards, before),
-            self.preparation.shares,
-            self.preparation.rule,
-        )
+        rows = self.preparation.rows_of(batch, shards, before)
+        shares, rule = self.preparation.shares, self.preparation.rule
         sharded = bool(shards)
         inputs = self._inputs(batch, rows, sharded=sharded) if 0 in self._stages else ()
         own = {

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 
 from autopart.ir.errors import PlanError, RefusedError, UsageError
-from autopart.ir.piece import Piece, whole
+from autopart.ir.shares import Piece, whole
 from autopart.runtime.group.world import World
 from autopart.runtime.masters import Masters, needs_master
 

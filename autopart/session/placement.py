@@ -10,9 +10,8 @@ import torch
 
 from autopart.ir.errors import PlanError
 from autopart.ir.graph import Graph
-from autopart.ir.piece import Piece, cut, overlap, whole
 from autopart.ir.plan import Decision, Stage
-from autopart.ir.shares import owners_of
+from autopart.ir.shares import Piece, cut, overlap, owners_of, whole
 from autopart.passes.program.routing import homes, tied
 from autopart.runtime.group.world import World
 from autopart.runtime.messages.moves import Route, move_tensors

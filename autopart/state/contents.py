@@ -11,7 +11,7 @@ from torch import nn
 
 from autopart.files.checkpoints.document import COMPANION, MASTER, OPTIMIZER, key_parts
 from autopart.ir.errors import CheckpointError
-from autopart.ir.piece import whole
+from autopart.ir.shares import whole
 from autopart.session.placement import Moving, move_pieces
 from autopart.session.session import Session
 from autopart.state.companions import Companion

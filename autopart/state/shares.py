@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from autopart.ir.piece import whole
+from autopart.ir.shares import whole
 from autopart.session.placement import Placement
 
 

@@ -11,7 +11,7 @@ import torch
 
 from autopart.extras.freezing.carried import spread
 from autopart.ir.graph import Graph
-from autopart.ir.piece import overlap, whole
+from autopart.ir.shares import overlap, whole
 from autopart.runtime.group.world import World
 from autopart.runtime.messages.moves import move_tensors
 from autopart.session.placement import Placement, routes

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopart.ir.errors import PlanError
-from autopart.ir.piece import Piece, cut, overlap, parse_piece, whole
+from autopart.ir.shares import Piece, cut, overlap, parse_piece, whole
 from autopart.runtime.tensors import common
 
 SHAPE = (12, 24)

@@ -24,8 +24,7 @@ from autopart.options import Options, read_options
 from autopart.passes.program.schedules import find
 from autopart.planning.schedule_files import schedule_text
 from autopart.report.page.page import write_page
-from autopart.report.plan_facts import plan_facts
-from autopart.report.plan_table import stage_table
+from autopart.report.plan_table import plan_facts, stage_table
 from autopart.report.text_timeline import timeline_text
 from autopart.report.traces import save_trace
 

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 
 import autopart
 from autopart.capture.python.guards import CaptureWarning
-from autopart.ir.errors import AutopartError, RefusedError, UsageError
+from autopart.ir.errors import AutopartError, CheckpointError, RefusedError, UsageError
 
 
 class Color(Enum):
@@ -269,6 +269,25 @@ def test_calls_of_torch_on_a_part_of_the_model_are_told_once(pair: Workers) -> N
             (True, False), (False, True)
         ]  # fmt: skip
         assert quiet == [] and left
+
+
+def test_a_file_is_no_folder_of_checkpoints(pipe: autopart.Pipe, tmp_path: Path) -> None:
+    file = tmp_path / "model.pt"
+    torch.save(pipe.state_dict(), file)
+    with pytest.raises(CheckpointError, match="it is a file, and a checkpoint is a folder") as caught:
+        pipe.load(file)
+    assert "pipe.load_state_dict(torch.load(file))" in caught.value.fix
+    assert pipe.load_state_dict(torch.load(file)) == ([], [])
+    with pytest.raises(CheckpointError, match=r"model\.pt is a file, and a checkpoint is a folder") as caught:
+        pipe.save(file)
+    assert str(tmp_path / "model") in caught.value.fix
+    assert pipe.save(tmp_path / "model").is_dir()
+
+
+def test_auto_leaves_an_option_to_the_planner() -> None:
+    wishes: Any = dict.fromkeys(("stages", "micro_batches", "replicas"), "auto")
+    found = autopart.plan(Net(), "cpu:2", sample=ROWS, costs="analytic", **wishes)
+    assert found.decision == autopart.plan(Net(), "cpu:2", sample=ROWS, costs="analytic").decision
 
 
 def test_a_lightning_module_is_told_to_pass_its_network() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._device import _device_constructors
 
 from autopart.batch.batch import flatten
 from autopart.capture import CaptureCache
@@ -148,3 +149,16 @@ def test_what_becomes_a_tensor_in_forward_is_refused_by_its_name_and_left_alone(
     with pytest.raises(AutopartError, match=r"and then changes it|forward\(\) changes"):
         CaptureCache(model)(flatten(ROWS), Size(3))
     torch.testing.assert_close(model(ROWS), _expected())
+
+
+class OnADevice(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.device("cpu"):
+            return (x + torch.arange(4)).sum()
+
+
+def test_a_device_context_still_has_all_constructors_after_a_capture_in_which_it_was_used_first() -> None:
+    _device_constructors.cache_clear()
+    CaptureCache(OnADevice())(flatten(ROWS), Size(6))
+    with torch.device("meta"):
+        assert torch.tensor(0).is_meta

@@ -15,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.utils._device import _device_constructors
 
 from autopart.capture.python.habits.habits import HABITS
 from autopart.capture.python.reads import host_reads
@@ -90,6 +91,7 @@ PATCHES = (
 def patched() -> Iterator[None]:
     """Put all patches in place inside.  One thread at a time."""
     tracer = threading.get_ident()
+    _device_constructors()  # kept for ever from the first call on: torch.tensor must not be replaced in it
     with contextlib.ExitStack() as entered:
         for patch in PATCHES:
             if patch.target.startswith("("):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from autopart.ir.errors import RefusedError, UsageError
+from autopart.ir.errors import PlanError, RefusedError, UsageError
+from autopart.ir.shares import Piece, whole
 from autopart.runtime.group.world import World
 from autopart.runtime.masters import Masters, needs_master
 
@@ -21,6 +21,22 @@ def like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return memory on a device for what a tensor on the meta device stands for, with numbers of any kind."""
     made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     return torch.nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else made
+
+
+def common(tensor: torch.Tensor, own: Piece, other: Piece) -> torch.Tensor:
+    """Return the part of a piece, `tensor`, that another piece of the same tensor has too: a view, which may be empty.
+
+    Raises PlanError for an axis that cannot be cut into equal parts."""
+    if other.is_whole:
+        return tensor
+    held = tensor.shape[other.axis] if other.axis < tensor.dim() else 0
+    size, offset = (held * own.parts, held * own.index) if own.axis == other.axis else (held, 0)
+    if not size or size % other.parts:
+        what = f"{own} of shape {[*tensor.shape]} has no {other.parts} equal parts along axis {other.axis}"
+        raise PlanError(what, fix="use a number of ranks that divides it, or leave it whole")
+    size //= other.parts
+    first = min(max(other.index * size - offset, 0), held)
+    return tensor.detach().narrow(other.axis, first, min(max((other.index + 1) * size - offset, first), held) - first)
 
 
 def without_values(wanted: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
@@ -36,8 +52,8 @@ class LocalTensors:
     """This rank's parameters, buffers and constants by name, on its device.
 
     A tensor that is on the device already is the model's own object, so an optimizer made for the model updates it.
-    Others are copied once, and keep their `requires_grad`.  What the model has on the meta device gets its value here,
-    and has none in the model.
+    Others are copied once, and keep their `requires_grad`; so is a piece, where a tensor is not held whole.  What the
+    model has on the meta device gets its value here, and has none in the model.
     """
 
     def __init__(
@@ -46,28 +62,30 @@ class LocalTensors:
         earlier: LocalTensors | None = None,
         mastered: Callable[[str], bool] = lambda _: False,
         values: Values = without_values,
+        piece: Callable[[str], Piece] = whole,
     ) -> None:
         """earlier: what this rank held before, taken over as the same objects.  mastered: whether this rank has the
-        master weight of a parameter in half precision.  values: of tensors on the meta device, until `settle`."""
+        master weight of a parameter in half precision.  values: of tensors on the meta device, until `settle`.  piece:
+        returns what this rank holds of a tensor."""
         self._device = device
         self._held: dict[str, torch.Tensor] = {}
         self._dtypes: dict[str, torch.dtype] = {}
         self._earlier = earlier
-        self._mastered, self._values = mastered, values
+        self._mastered, self._values, self.piece = mastered, values, piece
         self.masters = Masters()
 
     def hold(self, names: Iterable[str], source: Mapping[str, torch.Tensor]) -> None:
         """Hold the named tensors that are not held yet."""
         earlier = self._earlier
-        before = earlier.held if earlier is not None else {}
+        before = {n: t for n, t in earlier.held.items() if earlier.piece(n) == self.piece(n)} if earlier else {}
         fresh = [name for name in dict.fromkeys(names) if name not in self._held]
         unknown = {name: source[name] for name in fresh if name not in before and source[name].is_meta}
         given = self._values(unknown) if unknown else {}
         for name in fresh:
-            found = before.get(name, given.get(name))
-            held = self._held[name] = found if found is not None else self._placed(source[name])
+            found = before.get(name)
+            held = self._held[name] = found if found is not None else self._placed(name, given.get(name, source[name]))
             self._dtypes[name] = held.dtype
-            known = earlier.masters if earlier is not None else Masters()
+            known = earlier.masters if earlier is not None and name in before else Masters()
             if self._mastered(name) and (needs_master(held) or name in known.by_name):
                 self.hold_master(name, known)
 
@@ -102,7 +120,7 @@ class LocalTensors:
             held = self._held.get(name)
             if held is not None and held.requires_grad != parameter.requires_grad:
                 held.requires_grad_(parameter.requires_grad)
-            if held is not None and needs_master(held) and self._mastered(name) and name not in self.masters.by_name:
+            if held is not None and needs_master(held) and name not in self.masters.by_name and self._mastered(name):
                 raise RefusedError(
                     f"{name} is trained now, and was frozen when the model was compiled",
                     why="it has no master in fp32: optimizers made from pipe.parameters() would not see its gradient",
@@ -110,11 +128,19 @@ class LocalTensors:
                 )
         self.masters.follow()
 
-    def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.device == self._device:
+    def _placed(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        own = self.cut(name, tensor)
+        if own is tensor and tensor.device == self._device:
             return tensor
-        copy = tensor.detach().to(self._device)
+        copy = (own.detach() if own is tensor else own.clone()).to(self._device)
         return torch.nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else copy
+
+    def cut(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the piece that this rank holds of a whole tensor, or of its state, as a view."""
+        own = common(tensor, whole(name), self.piece(name))
+        if own is not tensor and name in self._held and own.shape != self._held[name].shape:
+            raise UsageError(f"state of {name} is of shape {tuple(tensor.shape)}, and {name} is held in pieces")
+        return own
 
     @property
     def held(self) -> Mapping[str, torch.Tensor]:
@@ -187,26 +213,34 @@ def _hash(tensor: torch.Tensor) -> str:
 
 def gather_tensors(
     world: World,
-    owners: Mapping[str, int],
+    owners: Mapping[Piece, int],
     like: Mapping[str, torch.Tensor],
     local: Callable[[str], torch.Tensor | None],
 ) -> dict[str, torch.Tensor | None]:
-    """Return every named tensor, on every rank, on the CPU.  Collective.
+    """Return the tensors of these pieces, whole, on every rank, on the CPU.  Collective.
 
-    owners: the rank that has a tensor; like: a tensor of its shape and dtype; local: returns it on its owner, or None.
-    Sparse tensors become dense.  Bytes sent: the size of all tensors, to every rank.
+    owners: the rank that has a piece.  By name: like: a tensor of the shape and dtype of the whole; local: returns the
+    piece on its owner, or None, which is zero if another rank has one.  Sparse tensors become dense.  Bytes sent: the
+    size of all tensors, to every rank.
     """
-    present = {name: local(name) is not None for name, rank in owners.items() if rank == world.rank}
-    everyone = dict(ChainMap(*world.gather_objects(present)))
+    present = {p.name for p, rank in owners.items() if rank == world.rank and local(p.name) is not None}
+    everyone = set[str]().union(*world.gather_objects(present))
     result: dict[str, torch.Tensor | None] = {}
-    for name, rank in owners.items():
-        if not everyone[name]:
+    for piece, rank in owners.items():
+        name = piece.name
+        if name not in everyone:
             result[name] = None
             continue
-        mine = local(name) if rank == world.rank else None
-        if mine is None:
-            data = torch.empty(like[name].shape, dtype=like[name].dtype)
+        held = local(name) if rank == world.rank else None
+        if held is None:
+            data = torch.zeros(common(like[name], whole(name), piece).shape, dtype=like[name].dtype)
         else:
-            data = dense(mine.detach()).cpu().clone()
-        result[name] = world.broadcast(data.contiguous(), rank)
+            data = dense(held.detach()).cpu().clone()
+        data = world.broadcast(data.contiguous(), rank)
+        if not piece.is_whole:
+            into = result.setdefault(name, torch.empty(like[name].shape, dtype=data.dtype))
+            assert into is not None
+            common(into, whole(name), piece).copy_(data)
+            data = into
+        result[name] = data
     return result

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.workers import Workers, close_template
+from support.workers import Workers
 from xdist.scheduler import LoadScopeScheduling
 
 
@@ -64,7 +64,6 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AUTOPART_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
-        close_template()
 
 
 @pytest.fixture(scope="session")

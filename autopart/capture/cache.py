@@ -16,7 +16,7 @@ from torch import nn
 from autopart.batch.batch import Batch
 from autopart.batch.guesses import FLATTENED, in_words, other_guesses
 from autopart.capture.capture import Captured, capture
-from autopart.capture.python.guards import CaptureWarning, check_model
+from autopart.capture.python.guards import CaptureWarning, check_model, uncompiled
 from autopart.capture.python.watch.changes import ModelWatch, check_tensors, tensors_of
 from autopart.capture.python.watch.observed import Observed
 from autopart.capture.python.watch.values import ValueUsed, free_of
@@ -47,6 +47,7 @@ class CaptureCache:
     """
 
     def __init__(self, model: nn.Module, loss_fn: LossFn | None = None) -> None:
+        model = uncompiled(model)
         self.model = check_model(model)
         if isinstance(loss_fn, nn.Module):
             check_model(loss_fn)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import linecache
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ import torch
 from torch import fx, nn
 from torch.autograd import forward_ad
 from torch.export.graph_signature import OutputKind
+from torch.fx import graph_module
 
 from autopart.batch.batch import Batch
 from autopart.capture.gc_pause import gc_paused
@@ -26,7 +28,6 @@ from autopart.capture.trace.export import LossFn, Wrapper, explained, export, qu
 from autopart.capture.trace.fake_device import brought_back, moved
 from autopart.capture.trace.lower import lower
 from autopart.capture.trace.patches import patched
-from autopart.capture.trace.sources import forgotten_sources
 from autopart.capture.trace.to_graph import Names, NumberOfData, read_graph, read_names
 from autopart.capture.trained import on_meta
 from autopart.ir.errors import AutopartError, CaptureError, RefusedError
@@ -40,6 +41,10 @@ affected, since patches act on the tracing thread only."""
 _NODE_BYTES = 12 << 10
 """Bytes of host memory of a captured program for each of its nodes, with the graph and names that are kept beside it:
 10 to 12 KB in captures of GPT-2 and T5."""
+
+_SOURCES: dict[str, str] = graph_module._loader.eval_cache
+"""The sources of generated code, which torch.fx keeps for the life of the process, for tracebacks."""
+_GENERATED = "<eval_with_key>"
 
 
 @dataclass(frozen=True)
@@ -119,7 +124,7 @@ def capture(
 
 
 def _settled(modules: Sequence[nn.Module], make: Callable[[], Captured]) -> Captured:
-    with _one_at_a_time, gc_paused(), forgotten_sources(), left_as_it_was(modules) as settle:
+    with _one_at_a_time, gc_paused(), _forgotten_sources(), left_as_it_was(modules) as settle:
         first = make()
         if not first.observed.changed:
             return first
@@ -253,3 +258,15 @@ def _outputs_by_ops(program: torch.export.ExportedProgram, module: fx.GraphModul
             chosen.append(node)
     final.args = (tuple(results),)
     return chosen
+
+
+@contextlib.contextmanager
+def _forgotten_sources() -> Iterator[None]:
+    """Forget the sources of what the body generates: some fifty programs for one capture, of which one is used."""
+    before = set(_SOURCES)
+    try:
+        yield
+    finally:
+        for name in [name for name in _SOURCES if name.startswith(_GENERATED) and name not in before]:
+            del _SOURCES[name]
+            linecache.cache.pop(name, None)

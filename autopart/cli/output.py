@@ -22,11 +22,6 @@ def prints_results() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def on_terminal() -> bool:
-    """Return whether stdout is a terminal, not a file or a pipe."""
-    return sys.stdout.isatty()
-
-
 def say(text: str, *, err: bool = False, nl: bool = True) -> None:
     """Print a result as text.  What comes from files may hold signs that a terminal obeys: they are escaped."""
     typer.echo(printable(text, keep="\n\t"), err=err, nl=nl)

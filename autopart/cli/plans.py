@@ -10,9 +10,9 @@ import typer
 from autopart import api
 from autopart.cli.flags import ClusterName, ModelName, Rows, Seed, Tokens, TraceFile, takes_option_flags
 from autopart.cli.model_loader import Subject, load_model
-from autopart.cli.output import Json, Progress, on_terminal, print_json, prints_results, say
+from autopart.cli.output import Json, Progress, print_json, prints_results, say
 from autopart.cli.questions import Compare, MoreWords, WhatIf, compare_clusters, compare_wishes, require_no_words
-from autopart.files.plans import diff_plans, load_plan, plan_to_json, save_plan
+from autopart.files.plans import diff_plans, load_plan, save_plan
 from autopart.files.schedule_csv import save_schedule_csv
 from autopart.files.traces import load_trace
 from autopart.ir.errors import UsageError
@@ -24,8 +24,7 @@ from autopart.options import Options, read_options
 from autopart.passes.program.schedules import find
 from autopart.planning.schedule_files import schedule_text
 from autopart.report.page.page import write_page
-from autopart.report.plan_facts import plan_facts
-from autopart.report.plan_table import stage_table
+from autopart.report.plan_table import plan_facts, stage_table
 from autopart.report.text_timeline import timeline_text
 from autopart.report.traces import save_trace
 
@@ -48,9 +47,8 @@ def plan(
 ) -> None:
     """Plan a model without running it: print the stage table and the alternatives.
 
-    The plan is written to --out.  Without it, and if stdout is a file or a pipe, the plan goes there as JSON and the
-    table to stderr.  With --json the table is printed as JSON.  With --compare or --what-if there is a line for each
-    plan instead.
+    The plan is written to --out.  With --json the table is printed as JSON.  With --compare or --what-if there is a
+    line for each plan instead.
     """
     if not prints_results():
         return
@@ -62,16 +60,13 @@ def plan(
     if what_if is not None:
         return compare_wishes(subject, cluster, flags, [*what_if, *(words or ())], as_json=as_json)
     made, graph, step = _planned(subject, cluster, options, simulate=trace is not None)
-    pipes_plan = out is None and not (as_json or on_terminal())
     if as_json:
         print_json(plan_facts(made, graph))
     else:
-        say(stage_table(made, graph), err=pipes_plan)
+        say(stage_table(made, graph))
     if out is not None:
         save_plan(made, out)
         say(f"plan written to {out}", err=as_json)
-    elif pipes_plan:
-        typer.echo(plan_to_json(made), nl=False)
     elif not as_json:
         say("--out plan.json writes the plan to a file", err=True)
     _write_trace(step, made, trace)

@@ -34,6 +34,8 @@ from autopart.passes.ops.analytic_costs import added_ns, analytic_costs
 from autopart.passes.ops.table import row_of
 from autopart.runtime.stages import products
 
+BUDGET_S = 3.0
+"""Seconds to spend."""
 _REPEATS = 7
 """Most timed runs of an op, after two to warm up; the median counts."""
 _OP_SECONDS = 0.15
@@ -42,17 +44,17 @@ _MEMORY_SHARE = 4
 """An op is not measured if its operands need more than 1/4 of the device's memory."""
 
 
-def measure_costs(captured: Captured, device: Device, *, budget_s: float = 3.0) -> tuple[Graph, tuple[str, ...]]:
+def measure_costs(captured: Captured, device: Device) -> tuple[Graph, tuple[str, ...]]:
     """Return the captured graph with measured costs, and notes on their source.
 
-    budget_s: seconds to spend; ops with the largest analytic costs come first, and the others get their analytic cost,
-    scaled by the mean error of the analytic costs of the measured ops.
+    Ops with the largest analytic costs come first; what is left after `BUDGET_S` gets its analytic cost, scaled by the
+    mean error of the analytic costs of the measured ops.
     """
     graph = analytic_costs(captured.graph, device)
     kept, new = read_times(environment(device)), dict[str, OpTimes]()
     samples = _samples(captured, graph, torch.device(device.device_type))
     found: dict[str, OpTimes] = {}
-    deadline = time.monotonic() + budget_s
+    deadline = time.monotonic() + BUDGET_S
     counts = {"measured": 0, "known": 0, "failed": 0, "late": 0}
     for sample in sorted(samples, key=lambda s: -s.analytic_ns):
         known = kept.get(sample.key)

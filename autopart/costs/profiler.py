@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from autopart.capture import Captured
 from autopart.capture.trace.grouped_products import kernel_of
+from autopart.costs import measure
 from autopart.costs.measure import clocked, environment, made_up, wait_for
 from autopart.files.caches.cost_cache import OpTimes, keep_times, read_times
 from autopart.ir.cluster import Device
@@ -38,47 +39,26 @@ _MEMORY_SHARE = 3
 """A program that needs more than a third of the device's memory is not run."""
 
 
-def profile_costs(captured: Captured, device: Device, *, budget_s: float = 3.0) -> tuple[Graph, tuple[str, ...]] | None:
+def profile_costs(captured: Captured, device: Device) -> tuple[Graph, tuple[str, ...]] | None:
     """Return the captured graph with measured costs, and notes on their source; None if the program cannot be run.
 
-    budget_s: seconds to spend; a program expected to take a quarter of it for one micro-batch is not run.  The model's
-    parameters are read, never changed, and get no gradients.
+    A program expected to take a quarter of `BUDGET_S` for one micro-batch is not run.  Times of an earlier run are
+    found on disk.  The model's parameters are read, never changed, and get no gradients.
     """
     if any(tensor.is_meta for tensor in captured.tensors.values()):
         return None  # there may be no memory for the whole program
-    graph, where = analytic_costs(captured.graph, device), torch.device(device.device_type)
-    times = _kept_times(graph, device, budget_s, lambda: _profiled(captured, where, budget_s))
-    if times is None:
-        return None
-    return _with_times(graph, times), (f"costs: measured in the running program, {len(times)} ops",)
-
-
-def _kept_times(
-    graph: Graph, device: Device, budget_s: float, measure: Callable[[], dict[str, OpTimes] | None]
-) -> dict[str, OpTimes] | None:
-    """Return the times of each op from an earlier run, else from `measure`, which are kept on disk.
-
-    None for a program that may not run in this process (`profile_costs`), or if `measure` does not find the times of
-    all ops.
-    """
-    kept = read_times(environment(device))
+    graph, kept = analytic_costs(captured.graph, device), read_times(environment(device))
     keys = {op.name: f"{graph.shape_digest()[:16]} {i}" for i, op in enumerate(graph.ops)}
     times = {name: kept[key] for name, key in keys.items() if key in kept}
     if len(times) < len(keys):
-        if not affordable(graph, device, budget_s):
-            return None
-        found = measure()
+        can_run = affordable(graph, device, measure.BUDGET_S)
+        found = _profiled(captured, torch.device(device.device_type)) if can_run else None
         if found is None or not keys.keys() <= found.keys():
             return None
         times = {name: found[name] for name in keys}
         keep_times(environment(device), {key: times[name] for name, key in keys.items()})
-    return times
-
-
-def _with_times(graph: Graph, times: Mapping[str, OpTimes]) -> Graph:
-    """Return the graph with these times of its ops."""
     ops = (replace(op, cost=replace(op.cost, fwd_ns=times[op.name][0], bwd_ns=times[op.name][1])) for op in graph.ops)
-    return replace(graph, ops=tuple(ops))
+    return replace(graph, ops=tuple(ops)), (f"costs: measured in the running program, {len(times)} ops",)
 
 
 def affordable(graph: Graph, device: Device, budget_s: float) -> bool:
@@ -88,13 +68,13 @@ def affordable(graph: Graph, device: Device, budget_s: float) -> bool:
     return held_bytes * _MEMORY_SHARE <= device.memory_bytes and expected_s <= budget_s / 4
 
 
-def _profiled(captured: Captured, where: torch.device, budget_s: float) -> dict[str, OpTimes] | None:
+def _profiled(captured: Captured, where: torch.device) -> dict[str, OpTimes] | None:
     """Return the times of each op, or None if the program does not run with made-up inputs."""
     try:
         made = made_up_inputs(captured, where)
         inputs = [made[node.name] for node in captured.module.graph.find_nodes(op="placeholder")]
         loss_at = len(captured.names.updates)  # new values of buffers come first
-        return profile_code(Program(_on(captured.module, where), inputs, loss_at, where), budget_s)
+        return profile_code(Program(_on(captured.module, where), inputs, loss_at, where), measure.BUDGET_S)
     except Exception:  # an op may reject made-up inputs
         return None
 

@@ -38,9 +38,9 @@ class OptionsDict(TypedDict, total=False):
     """The options as keyword arguments of `compile`, `plan` and `verify`."""
 
     loss_fn: LossFn | None
-    stages: int | None
-    micro_batches: int | None
-    replicas: int | Sequence[int] | None
+    stages: Literal["auto"] | int | None
+    micro_batches: Literal["auto"] | int | None
+    replicas: Literal["auto"] | int | Sequence[int] | None
     precision: Precision | torch.dtype | str | None
     optimizer: OptimizerLike | None
     schedule: str | Order | Schedule | None
@@ -97,8 +97,9 @@ def read_options(**given: Any) -> Options:
     for name in given:
         if name not in OPTIONS:
             raise unknown(name, list(OPTIONS))
+    found = {name: (OPTIONS[name].values, value) for name, value in given.items()}
     options = Options(
-        **{name: OPTIONS[name].values.read(name, value) for name, value in given.items() if value is not None}
+        **{name: values.read(name, value) for name, (values, value) in found.items() if not values.leaves_open(value)}
     )
     if options.plan is not None:
         for name, row in OPTIONS.items():

@@ -16,13 +16,19 @@ class Values:
 
     check: whether a value that is not one of the words is possible.  fix: what to use instead of one that is not; "" to
     list the words.  convert: brings a value to the form of its field; one that it cannot is left to the check.  words:
-    or a function that returns them, where users may add some.
+    or a function that returns them, where users may add some.  auto: whether "auto" stands
+    for None.
     """
 
     check: Callable[[Any], bool] = lambda value: False
     fix: str = ""
     convert: Callable[[Any], Any] = lambda value: value
     words: Iterable[str] | Callable[[], Iterable[str]] = ()
+    auto: bool = False
+
+    def leaves_open(self, value: Any) -> bool:
+        """Return whether a value leaves the option at its default."""
+        return value is None or (self.auto and isinstance(value, str) and value == "auto")
 
     def choices(self) -> tuple[str, ...]:
         """Return the words; () for an option without."""

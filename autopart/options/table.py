@@ -99,7 +99,7 @@ def _maps_texts(value: Any, is_entry: Callable[[Any], bool]) -> bool:
     return isinstance(value, Mapping) and all(isinstance(key, str) and is_entry(value[key]) for key in value)
 
 
-_COUNT = Values(_is_count, "use an integer of at least 1, or None to let the planner choose")
+_COUNT = Values(_is_count, 'use an integer of at least 1, or None or "auto" to let the planner choose', auto=True)
 _FLAG = Values(lambda value: isinstance(value, bool), "use True or False")
 
 # ---- the list --------------------------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ class Options:
     micro_batches: int | None = option("number of micro-batches of a step", _COUNT, planned=True)
     replicas: int | tuple[int, ...] | None = option(
         "devices that run each stage on different rows: one number, or one for each stage, (8, 8, 4)",
-        Values(_are_counts, "use a number, or one for each stage: replicas=(2, 1)", _as_tuple),
+        Values(_are_counts, "use a number, or one for each stage: replicas=(2, 1)", _as_tuple, auto=True),
         planned=True,
     )
     precision: Precision | None = option(

@@ -6,6 +6,7 @@ Methods that move data between ranks are collective: call them on all ranks, in 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -33,7 +34,7 @@ from autopart.state.misuse_guards import (
     without_backward,
 )
 from autopart.state.module_surface import ModuleSurface
-from autopart.state.scaler import WARN_AFTER, checked_scale, not_finite, refuse_ambiguous, warn_skipped
+from autopart.state.scaler import WARN_AFTER, checked_scale, not_finite, refuse_ambiguous, warn_loss, warn_skipped
 from autopart.state.state_dict import empty_foreign, sync_state
 
 
@@ -109,6 +110,9 @@ class Pipe(OfExtras, ModuleSurface):
             )  # fmt: skip
         loss, overflow = end.loss, end.not_finite
         core.count_step()
+        if how == "auto" and scaler is None and not core.warned and not math.isfinite(loss):
+            core.warned = True
+            warn_loss(loss.item(), core.steps)
         core.skipped = core.skipped + 1 if overflow else 0
         if scaler is not None:
             scaler.update(finite=not overflow)

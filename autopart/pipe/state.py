@@ -84,6 +84,7 @@ class State(Part):
         `model.save_pretrained(...)` have them.  Collective; `close` does it too."""
         with self.core.session.call("sync_model") as session:
             sync_state(session)
+        self.core.synced = self.core.steps
 
     def save_pretrained(self, /, folder: str | os.PathLike[str], **options: Any) -> None:
         """Copy the trained values into the model, as `sync_model` does, and call its own `save_pretrained` on rank 0.
@@ -103,6 +104,7 @@ class State(Part):
 
         with self.core.session.call("save_pretrained") as session:
             sync_state(session)
+            self.core.synced = self.core.steps
             from_rank(session.world, 0, "saving the model", written)
 
     @contextmanager

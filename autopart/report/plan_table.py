@@ -1,8 +1,9 @@
-"""Draw the stage table of a plan, with the modules of each stage."""
+"""The stage table of a plan, with the modules of each stage: drawn, and as data for commands with --json."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 
 from autopart.ir.explain import fitting_lines, footer, stage_grid, stage_row, terminal_width, total_row
 from autopart.ir.graph import Graph, module_range, stage_modules
@@ -56,3 +57,39 @@ def _count(number: int) -> str:
         if number >= size:
             return f"{number / size:.1f}{letter}"
     return str(number)
+
+
+def plan_facts(plan: Plan, graph: Graph | None = None) -> dict[str, object]:
+    """Return the content of `stage_table` in nanoseconds, bytes and numbers that are not rounded.
+
+    graph: the captured graph the plan is for; adds the modules and the number of parameters of each stage.
+    """
+    return {
+        "schedule": plan.schedule,
+        "micro_rows": plan.micro_rows,
+        "token_slices": plan.decision.token_slices,
+        "world": plan.decision.world,
+        "zero": plan.decision.zero,
+        "copies": plan.decision.copies,
+        "stages": [_stage(plan, s, graph) for s in range(len(plan.stages))],
+        "step_ns": plan.step_ns,
+        "bubble": plan.outlook.bubble,
+        "costs": plan.provenance.costs,
+        "optimality": asdict(plan.outlook.optimality) if plan.outlook.optimality is not None else None,
+        "alternatives": [asdict(other) for other in plan.outlook.alternatives],
+        "notes": plan.notes,
+    }
+
+
+def _stage(plan: Plan, s: int, graph: Graph | None) -> dict[str, object]:
+    stage = plan.stages[s]
+    facts: dict[str, object] = {"stage": s, "ranks": stage.ranks, "ops": len(stage.ops)}
+    if modules := modules_of(plan, graph)[s]:
+        facts["modules"] = module_range(modules)
+    if graph is not None:
+        facts["params"] = parameter_count(graph, set(stage.ops))
+    facts["recomputed"] = sum(map(len, stage.recompute))
+    facts["forward_only"] = stage.forward_only
+    if plan.estimates:
+        facts |= asdict(plan.estimates[s])
+    return facts

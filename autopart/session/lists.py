@@ -10,6 +10,10 @@ import torch
 from autopart.batch.batch import Batch
 from autopart.capture import CaptureCache
 from autopart.capture.trained import Trained
+from autopart.ir.graph import Graph
+from autopart.ir.plan import Stage
+from autopart.runtime.group.world import World
+from autopart.runtime.stages.stage_module import StageModule
 
 Samples = Sequence[int | str]
 """The number or name of each row's sample in the data set."""
@@ -57,6 +61,21 @@ class BatchStep(Protocol):
 
 BATCH_STEPS: list[Callable[[CaptureCache, torch.device], BatchStep]] = []
 """The steps of a session in their order.  An entry leaves a batch whole and its results equal to those of the model."""
+
+
+class Sharding(Protocol):
+    """Parameters of which each rank of a stage holds one piece, and the code that computes with pieces."""
+
+    def axes(self, graph: Graph, stage: Stage) -> Mapping[str, int]:
+        """Return the parameters that the ranks of a stage divide into equal pieces, with the axis that is cut."""
+
+    def rewrite(self, code: StageModule, world: World, ranks: Sequence[int]) -> None:
+        """Let the code of a stage compute with this rank's pieces, whose gradients nothing else sums.  Local; what the
+        code exchanges goes through the group of these ranks for `batch_statistics.PURPOSE`."""
+
+
+SHARDINGS: list[Sharding] = []
+"""By what stages divide parameters; without an entry every rank holds whole tensors."""
 
 
 def weights_of(model: Trained, weights: str | None, seed: int) -> WeightSource | None:

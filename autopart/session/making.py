@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 
@@ -75,13 +76,14 @@ class Maker:
         placement = used.with_unused(earlier.placement) if earlier is not None else used
         rank, wanted = self._world.rank, self._options.master_weights
         mastered: Callable[[str], bool] = lambda name: wanted and placement.keeps(rank, name)  # noqa: E731
-        tensors = LocalTensors(self._world.device, earlier.tensors if earlier else None, mastered, values)
+        before, piece = earlier.tensors if earlier else None, partial(placement.piece, rank)
+        tensors = LocalTensors(self._world.device, before, mastered, values, piece)
         mine = decision.stages_of_rank(rank)
         tensors.hold([name for name, home in homes(decision, graph).items() if home in mine], planned.captured.tensors)
         if rank in planned.plan.stages[0].ranks:
             tensors.hold(graph.before, planned.captured.tensors)
         unused = placement.holders.keys() - used.holders.keys()
-        tensors.hold([name for name in unused if rank in placement.holders[name]], planned.captured.tensors)
+        tensors.hold([piece.name for piece in unused if rank in placement.holders[piece]], planned.captured.tensors)
         shared = SharedValues(self._world, placement.sharing, tensors.held)
         return RankContext(self._world, self._captures, tensors, placement, shared, self._options)
 
@@ -100,10 +102,11 @@ class Maker:
         """Give the model values of what no stage uses, and compare what several ranks have.  Collective."""
         placement, device = context.placement, self._world.device
         with together(self._world, "making the weights"):
-            unused = {name: t for name, t in weights.wanted.items() if name not in placement.holders}
+            unused = {name: t for name, t in weights.wanted.items() if placement.owner(name) is None}
             for name, value in weights.values(unused, device).items():
                 torch.utils.swap_tensors(unused[name], value)  # type: ignore[no-untyped-call]
-        shared = {name: t for name, t in context.tensors.held.items() if len(placement.holders.get(name, ())) > 1}
+        held = {name: (placement.piece(self._world.rank, name), t) for name, t in context.tensors.held.items()}
+        shared = {name: t for name, (piece, t) in held.items() if len(placement.holders.get(piece, ())) > 1}
         require_equal_values(self._world, {n: t for n, t in {**shared, **unused}.items() if n in weights.wanted})
 
     def empty(self, wanted: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:

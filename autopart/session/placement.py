@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 
@@ -11,29 +11,34 @@ import torch
 from autopart.ir.errors import PlanError
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision, Stage
-from autopart.ir.shares import owners_of
+from autopart.ir.shares import Piece, cut, overlap, owners_of, whole
 from autopart.passes.program.routing import homes, tied
 from autopart.runtime.group.world import World
 from autopart.runtime.messages.moves import Route, move_tensors
 from autopart.runtime.sums.shared_values import Sharing
-from autopart.runtime.tensors import LocalTensors
+from autopart.runtime.tensors import LocalTensors, common
+from autopart.session.lists import SHARDINGS
 
-Ranks = Mapping[str, tuple[int, ...]]
+Ranks = Mapping[Piece, tuple[int, ...]]
+Moving = Route[tuple[Piece, Piece]]
+"""What two pieces have in common, from the rank that has the first to one that needs the second."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The ranks of each parameter and buffer.
+    """The ranks of each piece of a parameter or buffer.
 
     holders: ranks that hold it, ascending.  keepers: those that keep its gradient and optimizer state: all holders, or
     with zero=1 one of each stage.  owners: the rank whose value counts: of the first stage that uses a parameter, or of
-    the stage that updates a buffer.  sharing: how the replicas of each stage share the optimizer state.  tied: the
-    stages of each trainable parameter that several stages hold.
+    the stage that updates a buffer.  cuts: the pieces of each tensor that no rank holds whole.  sharing: how the
+    replicas of each stage share the optimizer state.  tied: the stages of each trainable parameter that several stages
+    hold.
     """
 
     holders: Ranks = field(default_factory=dict)
     keepers: Ranks = field(default_factory=dict)
-    owners: Mapping[str, int] = field(default_factory=dict)
+    owners: Mapping[Piece, int] = field(default_factory=dict)
+    cuts: Mapping[str, tuple[Piece, ...]] = field(default_factory=dict)
     sharing: tuple[Sharing, ...] = ()
     tied: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
@@ -42,19 +47,43 @@ class Placement:
         """The stages whose replicas share the optimizer state."""
         return tuple(number for number, stage in enumerate(self.sharing) if stage.owners)
 
+    def pieces(self, name: str) -> tuple[Piece, ...]:
+        """Return the pieces of a tensor."""
+        return self.cuts.get(name) or (whole(name),)
+
+    def piece(self, rank: int, name: str) -> Piece:
+        """Return what a rank holds of a tensor, if it holds anything of it."""
+        pieces = self.cuts.get(name)
+        return next((p for p in pieces if rank in self.holders[p]), pieces[0]) if pieces else whole(name)
+
     def with_unused(self, earlier: Placement) -> Placement:
         """Return this placement with the tensors that only an earlier one has, where they were: their values may have
         been trained, and a later plan may use them again, as that of another adapter does."""
+        own = {piece.name for piece in self.owners}
+        unused = [piece for piece in earlier.owners if piece.name not in own]
         return replace(
             self,
-            holders={**earlier.holders, **self.holders},
-            keepers={**earlier.keepers, **self.keepers},
-            owners={**earlier.owners, **self.owners},
+            holders={**{p: earlier.holders[p] for p in unused}, **self.holders},
+            keepers={**{p: earlier.keepers[p] for p in unused if p in earlier.keepers}, **self.keepers},
+            owners={**{p: earlier.owners[p] for p in unused}, **self.owners},
+            cuts={**{p.name: earlier.cuts[p.name] for p in unused if p.name in earlier.cuts}, **self.cuts},
         )
 
     def keeps(self, rank: int, name: str) -> bool:
         """Return whether a rank that holds this tensor keeps its gradient and optimizer state."""
-        return name not in self.keepers or rank in self.keepers[name]
+        return rank in self.keepers.get(self.piece(rank, name), (rank,))
+
+    def owned_by(self, rank: int) -> dict[str, Piece]:
+        """Return the pieces that a rank owns, by name."""
+        return {piece.name: piece for piece, owner in self.owners.items() if owner == rank}
+
+    def owner(self, name: str) -> int | None:
+        """Return the rank that owns a tensor, or its first piece; None if no stage uses it."""
+        return self.owners.get(self.pieces(name)[0])
+
+    def owned(self, names: Iterable[str]) -> dict[Piece, int]:
+        """Return the owner of each piece of these tensors: rank 0 for one that no stage uses."""
+        return {piece: self.owners.get(piece, 0) for name in names for piece in self.pieces(name)}
 
 
 def placement_of(graph: Graph, decision: Decision) -> Placement:
@@ -67,32 +96,41 @@ def placement_of(graph: Graph, decision: Decision) -> Placement:
     ops = graph.op_map()
     constants = {param.name for param in graph.params if param.kind == "constant"}
     trained = {param.name: param.size_bytes for param in graph.params if param.trainable}
-    holders: dict[str, set[int]] = {}
-    keepers: dict[str, set[int]] = {}
-    owners: dict[str, int] = {}
+    holders: dict[Piece, set[int]] = {}
+    keepers: dict[Piece, set[int]] = {}
+    owners: dict[Piece, int] = {}
+    cuts: dict[str, tuple[Piece, ...]] = {}
     sharing = []
     unused = homes(decision, graph)
     for number, stage in enumerate(decision.stages):
         used = dict.fromkeys(name for op in stage.ops for name in ops[op].params if name not in constants)
         used.update(dict.fromkeys(name for name, home in unused.items() if home == number))
-        dealt = _dealt(stage, [name for name in used if name in trained], trained, keepers) if decision.zero else {}
-        keeping = {name: (dealt[name],) if name in dealt else stage.ranks for name in used}
+        axes = {name: axis for each in SHARDINGS for name, axis in each.axes(graph, stage).items() if name in used}
+        shared = [name for name in used if name in trained and name not in axes]
+        dealt = _dealt(stage, shared, trained, keepers) if decision.zero else {}
         sharing.append(Sharing(stage.ranks, dealt, decision.bucket_bytes))
         for name in used:
-            owners.setdefault(name, keeping[name][0])
-            holders.setdefault(name, set()).update(stage.ranks)
-            keepers.setdefault(name, set()).update(keeping[name])
+            pieces = cut(name, axes[name], len(stage.ranks)) if name in axes else (whole(name),)
+            if cuts.setdefault(name, pieces) != pieces or (len(pieces) > 1 and pieces[0] in holders):
+                raise PlanError(f"{name} is cut into pieces, and several stages use it", fix="put them into one stage")
+            holding = [stage.ranks] if len(pieces) == 1 else [(rank,) for rank in stage.ranks]
+            for piece, ranks in zip(pieces, holding, strict=True):
+                keeping = (dealt[name],) if name in dealt else ranks
+                owners.setdefault(piece, keeping[0])
+                holders.setdefault(piece, set()).update(ranks)
+                keepers.setdefault(piece, set()).update(keeping)
     writer = graph.writer()
     for buffer, value in graph.updates:
         stage = next(s for s in decision.stages if writer[value] in s.ops)
-        owners[buffer] = stage.ranks[0]
-        holders.setdefault(buffer, set()).update(stage.ranks)
+        owners[whole(buffer)] = stage.ranks[0]
+        holders.setdefault(whole(buffer), set()).update(stage.ranks)
     for name in graph.before:
-        owners.setdefault(name, decision.stages[0].ranks[0])
+        owners.setdefault(whole(name), decision.stages[0].ranks[0])
         for of in (holders, keepers):
-            of.setdefault(name, set()).update(decision.stages[0].ranks)
-    held, kept = ({name: tuple(sorted(ranks)) for name, ranks in of.items()} for of in (holders, keepers))
-    return Placement(held, kept, owners, tuple(sharing), dict(tied(decision, graph)))
+            of.setdefault(whole(name), set()).update(decision.stages[0].ranks)
+    held, kept = ({piece: tuple(sorted(ranks)) for piece, ranks in of.items()} for of in (holders, keepers))
+    cuts = {name: pieces for name, pieces in cuts.items() if len(pieces) > 1}
+    return Placement(held, kept, owners, cuts, tuple(sharing), dict(tied(decision, graph)))
 
 
 def _check_shared(graph: Graph, decision: Decision) -> None:
@@ -111,7 +149,7 @@ def _check_shared(graph: Graph, decision: Decision) -> None:
 
 
 def _dealt(
-    stage: Stage, names: Sequence[str], sizes: Mapping[str, int], keepers: Mapping[str, Collection[int]]
+    stage: Stage, names: Sequence[str], sizes: Mapping[str, int], keepers: Mapping[Piece, Collection[int]]
 ) -> dict[str, int]:
     """Return the rank of a stage that keeps the optimizer state of each parameter; empty without replicas.
 
@@ -119,7 +157,7 @@ def _dealt(
     """
     if len(stage.ranks) < 2:
         return {}
-    kept = {name: min(own) for name in names if (own := set(keepers.get(name, ())).intersection(stage.ranks))}
+    kept = {name: min(own) for name in names if (own := set(keepers.get(whole(name), ())).intersection(stage.ranks))}
     fresh = owners_of({name: sizes[name] for name in names if name not in kept}, len(stage.ranks))
     return {name: kept[name] if name in kept else stage.ranks[fresh[name]] for name in names}
 
@@ -130,39 +168,59 @@ def relocate(world: World, old: Placement, new: Placement, before: LocalTensors,
     before, after: what this rank holds, with the newest values.  Master weights and gradients go to keepers alone.  A
     tensor that no rank held before is not moved: no step has changed it.
     """
-    move_tensors(world, list(routes(old.owners, old.holders, new.holders)), {**after.held, **before.held})
+    move_pieces(world, list(routes(old.owners, old.holders, new.holders)), before.held, after.held)
     kept = list(routes(old.owners, old.keepers, new.keepers))
-    own = {name for name, rank in old.owners.items() if rank == world.rank}
+    own = old.owned_by(world.rank)
 
-    moving = _existing(world, kept, own & before.masters.by_name.keys())
-    for name, _, target in moving:
-        if target == world.rank and name not in after.masters.by_name:
-            after.hold_master(name)
-    move_tensors(world, moving, {**after.masters.by_name, **before.masters.by_name})
+    moving = _existing(world, kept, [piece for name, piece in own.items() if name in before.masters.by_name])
+    for (_, piece), _, target in moving:
+        if target == world.rank and piece.name not in after.masters.by_name:
+            after.hold_master(piece.name)
+    move_pieces(world, moving, before.masters.by_name, after.masters.by_name)
     after.masters.write()
 
     was, now = before.driven, after.driven
     sent = {name: grad for name, tensor in was.items() if name in own and (grad := tensor.grad) is not None}
-    moving = _existing(world, kept, sent)
-    received = {name: torch.zeros_like(now[name]) for name, _, target in moving if target == world.rank}
-    move_tensors(world, moving, {**sent, **received})
-    for name, _, target in kept:
+    moving = _existing(world, kept, [own[name] for name in sent])
+    received = {p.name: torch.zeros_like(now[p.name]) for (_, p), _, target in moving if target == world.rank}
+    move_pieces(world, moving, sent, received)
+    for (_, piece), _, target in kept:
         if target == world.rank:
-            now[name].grad = received.get(name)
+            now[piece.name].grad = received.get(piece.name)
     for name, tensor in was.items():
         if tensor is not now.get(name) or not new.keeps(world.rank, name):
             tensor.grad = None
 
 
-def routes(owners: Mapping[str, int], before: Ranks, after: Ranks) -> Iterator[Route]:
-    """Yield routes from the owner of each tensor to every rank that needs it, and did not before."""
-    for name in sorted(after.keys() & owners.keys()):
-        for rank in after[name]:
-            if rank not in before.get(name, ()):
-                yield name, owners[name], rank
+def routes(owners: Mapping[Piece, int], before: Ranks, after: Ranks) -> Iterator[Moving]:
+    """Yield routes from the owners of each tensor's pieces to every rank that needs a piece, and did not before."""
+    sources: dict[str, list[Piece]] = {}
+    for piece in owners:
+        sources.setdefault(piece.name, []).append(piece)
+    for piece in sorted(after):
+        for rank in after[piece]:
+            for source in sources.get(piece.name, ()) if rank not in before.get(piece, ()) else ():
+                if overlap(source, piece):
+                    yield (source, piece), owners[source], rank
 
 
-def _existing(world: World, routes: list[Route], mine: Collection[str]) -> list[Route]:
-    """Return the routes of tensors that exist on their owner.  mine: those of this rank.  Collective."""
-    present = set[str]().union(*world.gather_objects(list(mine)))
-    return [route for route in routes if route[0] in present]
+def move_pieces(
+    world: World, routes: Sequence[Moving], before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]
+) -> None:
+    """Copy along routes, from what this rank had before into what it has after, by name.  Collective."""
+    ends: dict[tuple[Piece, Piece], torch.Tensor] = {}
+    for (old, new), source, target in routes:
+        if world.rank == target:
+            ends[old, new] = common(after[new.name], new, old)
+        if world.rank == source and source != target:
+            ends[old, new] = common(before[old.name], old, new)
+        elif world.rank == source:
+            with torch.no_grad():
+                ends[old, new].copy_(common(before[old.name], old, new))
+    move_tensors(world, routes, ends)
+
+
+def _existing(world: World, routes: list[Moving], mine: Collection[Piece]) -> list[Moving]:
+    """Return the routes of pieces that exist on their owner.  mine: those of this rank.  Collective."""
+    present = set[Piece]().union(*world.gather_objects(list(mine)))
+    return [route for route in routes if route[0][0] in present]

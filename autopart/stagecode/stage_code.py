@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
-from torch import nn
 
 from autopart.batch.batch import Batch
 from autopart.capture import CaptureCache, Captured
@@ -23,7 +22,6 @@ from autopart.passes.program.schedules import find, pattern
 from autopart.passes.tokens.recipe import Recipe
 from autopart.planning.derive.reduction import BatchRule, Layouts
 from autopart.planning.derive.token_axis import token_recipe
-from autopart.runtime.stages.batch_statistics import share_statistics
 from autopart.runtime.stages.stage_module import StageModule, StageSlices
 from autopart.runtime.tensors import LocalTensors
 from autopart.stagecode.compilers import COMPILERS, EAGER, Compiler
@@ -47,14 +45,14 @@ class StageCode:
         tensors: LocalTensors,
         device: torch.device,
         awaited: Collection[str],
-        statistics: Mapping[int, nn.Module],
+        rewrites: Mapping[int, Sequence[Callable[[StageModule], None]]],
         *,
         backend: str = EAGER,
     ) -> None:
-        """awaited: parameters whose values may be under way when the code begins.  statistics: shared batch statistics,
-        by stage; other stages use their own rows.  backend: what code for the usual number of rows runs on."""
+        """awaited: parameters whose values may be under way when the code begins.  rewrites: by stage, what
+        lets the code of its ranks compute together.  backend: what code for the usual number of rows runs on."""
         self._captures, self._decision, self._tensors, self._device = captures, decision, tensors, device
-        self._awaited, self._statistics, self._backend = awaited, statistics, backend
+        self._awaited, self.rewrites, self._backend = awaited, rewrites, backend
         self._split = split_stages(decision)
         self._compiler: Compiler | None = None
         self.checks = SliceChecks(tensors, device)
@@ -108,8 +106,8 @@ class StageCode:
             for code in slices if prologue is None else (*slices, prologue):
                 self._tensors.hold(code.held, captured.tensors)
                 wait_for(code, self._awaited)
-                if stage in self._statistics:
-                    share_statistics(code.module, self._statistics[stage])
+                for rewrite in self.rewrites.get(stage, ()):
+                    rewrite(code)
 
     def _made(
         self, captured: Captured, recipe: Recipe | None, links: Sequence[Edge], stage: int, rule: BatchRule
@@ -118,7 +116,7 @@ class StageCode:
         planned, adjusted = self._decision.stages[stage], rule.reduction.adjusted
         deferrable = stage in self._split
         if recipe is None:
-            usual = stage not in self._statistics and self._is_usual(captured.graph.rows, planned)
+            usual = stage not in self.rewrites and self._is_usual(captured.graph.rows, planned)
             compiled = usual and self._backend != EAGER
             code = stage_module(
                 captured, links, stage, planned, self._device, adjusted, rule.layouts, eager=not compiled,

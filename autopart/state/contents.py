@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from autopart.files.checkpoints.document import COMPANION, MASTER, OPTIMIZER
+from autopart.files.checkpoints.document import COMPANION, MASTER, OPTIMIZER, key_parts
 from autopart.ir.errors import CheckpointError
+from autopart.ir.shares import whole
+from autopart.session.placement import Moving, move_pieces
 from autopart.session.session import Session
 from autopart.state.companions import Companion
 from autopart.state.optimizers import OptimizerPart, Optimizers, part_of
@@ -68,10 +70,40 @@ def contents_of(
     """Return what this rank writes, so that all ranks write each tensor once; the tensors are the live ones.  Local.
 
     placeholder: the parameter of a rank that has none.  Raises CheckpointError for what cannot be saved."""
-    sizes = {name: tensor.nbytes for name, tensor in own_state(session).items()}
-    writer = writers(sizes, session.standing.context.placement, updated_buffers(session), session.world.size)
-    mine = [name for name in sizes if writer[name] == session.world.rank]
+    cuts, held = session.standing.context.placement.cuts, session.tensors.held
+    mine = [n for n, rank in _writers(session).items() if rank == session.world.rank or (n in cuts and n in held)]
     return contents_with(session, mine, optimizers, companions, placeholder)
+
+
+def _writers(session: Session) -> dict[str, int]:
+    """Return the rank that writes each tensor of the model, as all ranks know it."""
+    sizes = {name: tensor.nbytes for name, tensor in own_state(session).items()}
+    return writers(sizes, session.standing.context.placement, updated_buffers(session), session.world.size)
+
+
+def joined_pieces(session: Session, contents: Contents) -> Contents:
+    """Return contents with whole tensors in place of pieces, each on the rank that writes it.  Collective.
+
+    Raises CheckpointError on all ranks for state that some rank lacks, or that is not cut like its parameter."""
+    placement, world, held = session.standing.context.placement, session.world, session.tensors.held
+    if not placement.cuts:
+        return contents
+    every, writer = {**contents.weights, **contents.more}, _writers(session)
+    names = {key: key if key in contents.weights else key_parts(key)[2] for key in every}
+    own = {key: tensor for key, tensor in every.items() if names[key] in placement.cuts and tensor.dim()}
+    told = world.gather_objects({key: (names[key], held[names[key]].shape == t.shape) for key, t in own.items()})
+    routes: list[Moving] = []
+    for key, name in sorted({(key, name) for each in told for key, (name, _) in each.items()}):
+        if sum(each.get(key, (name, False))[1] for each in told) < len(placement.pieces(name)):
+            raise world.known(CheckpointError(f"{key} cannot be saved", why=f"it is not cut like {name} on every rank"))
+        for piece in placement.pieces(name):
+            routes.append(((replace(piece, name=key), whole(key)), placement.owners[piece], writer[name]))
+    state, here = own_state(session), [key for key in own if writer[names[key]] == world.rank]
+    made = {key: torch.empty(state[names[key]].shape, dtype=own[key].dtype) for key in here}
+    move_pieces(world, routes, own, made)
+    mine = {key: made.get(key, t) for key, t in every.items() if writer.get(names[key], world.rank) == world.rank}
+    weights = {name: mine.pop(name) for name in contents.weights if name in mine}
+    return replace(contents, weights=weights, more=mine)
 
 
 def contents_with(

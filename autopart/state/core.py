@@ -29,6 +29,7 @@ from autopart.state.companions import Companion
 from autopart.state.misuse_guards import watch_optimizers
 from autopart.state.scaler import LossScaler
 from autopart.state.state_dict import take_masters
+from autopart.state.torch_calls import Open, notice
 
 P = TypeVar("P", bound="Part")
 NO_PARAMETER = "no_parameter_on_this_rank"
@@ -74,7 +75,8 @@ class Core:
     """What all parts of one pipe share.
 
     running: the session, None before the first plan and after `close`.  placeholder: the parameter of a rank that
-    trains none.  steps: training steps taken.  skipped: how many in a row added no gradients.  clipped: the step after
+    trains none.  steps: training steps taken.  synced: those after which the model had all values.  warned: of a
+    loss that is not finite.  skipped: how many in a row added no gradients.  clipped: the step after
     which gradients were clipped, and their norm before.  restored: fp32 masters of a state that was loaded before the
     first plan.  companions: what checkpoints keep besides, by name.  whole: whether the model has the values of all
     ranks.  timeline: the last one of all ranks, with the plan under which it ran.  unwatch: ends the check of
@@ -86,6 +88,8 @@ class Core:
         self.running: Session | None = None
         self.placeholder = nn.Parameter(torch.empty(0))
         self.steps = self.skipped = 0
+        self.synced = 0
+        self.warned = False
         self.clipped: tuple[int, float] = (-1, 0.0)
         self.loss_scale = LossScaler()
         self.restored: Mapping[str, torch.Tensor] = {}
@@ -170,9 +174,23 @@ class Core:
         session.bring_up(arguments, sharded=sharded)
         self.running = session
         take_masters(session, self.restored)
-        self.unwatch = watch_optimizers(
+        unwatch = watch_optimizers(
             session.world.size, lambda: session.tensors, lambda: {id(p) for _, p in self.named_parameters()}
         )
+        unnotice = notice(
+            Open(
+                self.model,
+                lambda: session.tensors.driven.values(),
+                lambda: session.standing.divides_parameters,
+                lambda: self.steps > self.synced and not (self.whole or session.calls.under_way),
+            )
+        )
+
+        def both() -> None:
+            unwatch()
+            unnotice()
+
+        self.unwatch = both
         return session
 
     def replanned(self) -> None:

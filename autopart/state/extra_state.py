@@ -33,8 +33,8 @@ def key_of(name: str) -> str:
 
 def counting_here(session: Session) -> dict[str, nn.Module]:
     """Return the modules whose extra state counts on this rank.  Local."""
-    trained, tied, owners = session.captures.trained, session.tied, session.standing.context.placement.owners
-    homes = {name: owners[first] for name in trained.tensors() if (first := tied.get(name, name)) in owners}
+    trained, tied, owner = session.captures.trained, session.tied, session.standing.context.placement.owner
+    homes = {name: rank for name in trained.tensors() if (rank := owner(tied.get(name, name))) is not None}
     return {
         path: module
         for path, module in trained.stateful().items()

@@ -46,6 +46,12 @@ class MissingError(UsageError, AttributeError):
 
 def unknown(name: str, core: Any) -> Exception:
     """Return what to raise for an attribute that a pipe lacks.  core: of the pipe, None in its constructor."""
+    if name == "_torchdynamo_orig_callable":  # an AttributeError would let torch.compile go on, and fail at a call
+        return UsageError(
+            "a pipe is given to torch.compile",
+            why="a pipe compiles the stages of its plan itself",
+            fix='use the pipe as it is, with backend="inductor" in autopart.compile',
+        )
     if name == "_ddp_params_and_buffers_to_ignore":  # an AttributeError would let DDP go on, and end the process
         return UsageError(
             "a pipe is wrapped in DistributedDataParallel",
@@ -73,7 +79,7 @@ def short_tracebacks(cls: C) -> C:
     GraphError and ProgramError, which are bugs, keep their frames; the logger "autopart" has all at the level DEBUG.
     """
     for name, value in list(vars(cls).items()):
-        if name.startswith("_") and name != "__init__":
+        if name.startswith("_") and name not in ("__init__", "__call__"):
             continue
         if inspect.isfunction(value):
             setattr(cls, name, short_errors(value))
@@ -98,6 +104,9 @@ class Loss(torch.Tensor):
             fix="leave backward() out: optimizer.zero_grad(); loss = pipe.step(batch); optimizer.step().  To weigh the "
             "loss: pipe.step(batch, scale=0.5)",
         )
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return repr(self.as_subclass(torch.Tensor))
 
     def __format__(self, spec: str) -> str:
         return format(self.as_subclass(torch.Tensor), spec)  # torch formats no subclass: f"{loss:.3f}"

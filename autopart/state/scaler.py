@@ -21,7 +21,17 @@ WARN_AFTER = 10
 
 
 class NonFiniteWarning(UserWarning):
-    """Many training steps in a row were skipped, because gradients are infinite or NaN."""
+    """A loss is infinite or NaN, or many training steps in a row were skipped because gradients are."""
+
+
+def warn_loss(loss: float, step: int) -> None:
+    """Warn on the line of the script that called `step`, whose loss is not finite.  step: its number, from 1."""
+    warnings.warn(
+        f"the loss of step {step} is {loss}, and its gradients go into the weights; this is said once.  "
+        'non_finite="raise" in compile stops at such a step and names a parameter, "skip" leaves it out',
+        NonFiniteWarning,
+        stacklevel=4,
+    )
 
 
 def warn_skipped(overflow: str) -> None:

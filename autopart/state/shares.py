@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from autopart.ir.shares import whole
 from autopart.session.placement import Placement
 
 
@@ -17,7 +18,9 @@ def writers(sizes: Mapping[str, int], placement: Placement, updated: frozenset[s
     load = [0] * world
     found: dict[str, int] = {}
     for name in sorted(sizes, key=lambda each: (-sizes[each], each)):
-        ranks = (placement.owners[name],) if name in updated else placement.keepers.get(name, ())
+        pieces = placement.pieces(name)
+        owner = placement.owner(name) if name in updated else None
+        ranks = [rank for piece in pieces for rank in placement.keepers.get(piece, ())] if owner is None else [owner]
         found[name] = min(ranks or range(world), key=lambda rank: (load[rank], rank))
         load[found[name]] += sizes[name]
     return found
@@ -30,6 +33,6 @@ def by_keepers(names: Iterable[str], placement: Placement, updated: frozenset[st
     updated: buffers that change in training: all replicas take the value of their owner at the end of a step."""
     found: dict[tuple[int, ...], list[str]] = {}
     for name in names:
-        ranks = (placement.holders if name in updated else placement.keepers).get(name, ())
+        ranks = (placement.holders if name in updated else placement.keepers).get(whole(name), ())
         found.setdefault(ranks, []).append(name)
     return dict(sorted(found.items()))

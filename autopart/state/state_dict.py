@@ -6,6 +6,7 @@ import functools
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ def gather_state(session: Session) -> dict[str, torch.Tensor]:
     first = {tied.get(name, name): name for name in reversed(whole)}
     gathered = gather_tensors(
         session.world,
-        {name: session.standing.context.placement.owners.get(name, 0) for name in first},
+        session.standing.context.placement.owned(first),
         {name: whole[original] for name, original in first.items()},
         lambda name: held.get(name, whole[first[name]]),
     )
@@ -54,8 +55,8 @@ def local_state(session: Session, steps: int) -> dict[str, Any]:
     for name, own in captures.trained.tensors().items():
         first = tied.get(name, name)
         if first in held and session.standing.keeps(first):
-            kept[name] = held[first].detach().cpu().clone()
-        elif first not in session.standing.context.placement.owners and captures.is_own(name, own):
+            kept[str(replace(session.tensors.piece(first), name=name))] = held[first].detach().cpu().clone()
+        elif session.standing.context.placement.owner(first) is None and captures.is_own(name, own):
             kept[name] = own.detach().cpu().clone()
     kept.update((key_of(name), module.get_extra_state()) for name, module in counting_here(session).items())
     kept._metadata = {_REMEMBERED: {"steps": steps}}  # type: ignore[attr-defined]
@@ -69,7 +70,7 @@ def gather_masters(session: Session) -> dict[str, torch.Tensor]:
         for name, tensor in session.captures.trained.named_parameters()
         if session.options.master_weights and tensor.dtype in HALF
     }
-    owners = {name: session.standing.context.placement.owners.get(name, 0) for name in wanted}
+    owners = session.standing.context.placement.owned(wanted)
     found = gather_tensors(session.world, owners, wanted, session.tensors.masters.by_name.get)
     return {name: master for name, master in found.items() if master is not None}
 
@@ -117,13 +118,15 @@ def empty_foreign(session: Session) -> None:
     session.tensors.masters.write()
     updated = {buffer for buffer, _ in session.graph.updates}
     trained = {param.name for param in session.graph.params if param.trainable} | updated
-    trained |= session.standing.context.placement.owners.keys() - {param.name for param in session.graph.params}
+    owned = {piece.name for piece in session.standing.context.placement.owners}
+    trained |= owned - {param.name for param in session.graph.params}
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             first = tied.get(name, name)
-            if tensor.is_meta or first not in trained or (held.get(first) is tensor and session.standing.keeps(first)):
+            newest = first in held and session.standing.keeps(first) and session.tensors.piece(first).is_whole
+            if tensor.is_meta or first not in trained or (newest and held[first] is tensor):
                 continue
-            if first in held and session.standing.keeps(first):
+            if newest:
                 tensor.copy_(held[first])  # trained here, on another device
             else:
                 tensor.data = tensor.data.new_empty(0)
@@ -174,6 +177,8 @@ def load_state(
     if session is not None:
         here, tied = session.tensors.held, session.tied
         held = {name: here[first] for name in own if (first := tied.get(name, name)) in here}
+        if session.standing.context.placement.cuts:
+            state = _pieces_of(session, state)
     with warnings.catch_warnings(), model.holding(held):
         warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")  # values are with the pipe
         wrong = _loaded(model, state, strict=strict)
@@ -182,16 +187,28 @@ def load_state(
     masters, kept, own_way = session.tensors.masters, remembered(state).get("masters", {}), model.own_loading()
     with torch.no_grad():
         for name, target in held.items():
+            first = session.tied.get(name, name)
             if own[name] is not target and not own[name].is_meta:
-                own[name].copy_(target)
+                session.tensors.cut(first, own[name]).copy_(target)
             given = state.get(name)
             if own_way and not (isinstance(given, torch.Tensor) and torch.equal(given.to(target), target)):
                 given = target
             if given is not None:
-                first = session.tied.get(name, name)
-                masters.take_over(first, given, kept.get(first))
+                master = kept.get(first)
+                masters.take_over(first, given, master if master is None else session.tensors.cut(first, master))
     masters.write()
     return wrong
+
+
+def _pieces_of(session: Session, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a state with pieces in place of the whole tensors of which this rank holds no more."""
+    found, tensors = OrderedDict(state), session.tensors
+    found._metadata = getattr(state, "_metadata", {})  # type: ignore[attr-defined]
+    for name, own in session.captures.trained.tensors().items():
+        first, given = session.tied.get(name, name), state.get(name)
+        if first in tensors.held and isinstance(given, torch.Tensor) and given.shape == own.shape:
+            found[name] = tensors.cut(first, given)
+    return found
 
 
 def _loaded(model: Trained, state: Mapping[str, Any], *, strict: bool) -> tuple[list[str], list[str]]:
@@ -230,7 +247,7 @@ def gather_gradients(session: Session) -> dict[str, torch.Tensor | None]:
     like = trainable | {name: torch.empty_like(trainable[name], dtype=torch.float32, device="meta") for name in wide}
     return gather_tensors(
         session.world,
-        {name: session.standing.context.placement.owners.get(name, 0) for name in trainable},
+        session.standing.context.placement.owned(trainable),
         like,
         lambda name: driven.get(name, trainable[name]).grad,
     )
@@ -244,12 +261,13 @@ def gradient_norm(session: Session, norm_type: float) -> float | None:
 
 
 def own_norms(session: Session, norm_type: float) -> dict[str, float]:
-    """Return the norm of each gradient whose parameter this rank owns, by name: each counts on one rank alone."""
-    rank, owners = session.world.rank, session.standing.context.placement.owners
+    """Return the norm of each gradient whose parameter this rank owns a piece of, by name: a piece counts on one rank
+    alone."""
+    owned = session.standing.context.placement.owned_by(session.world.rank)
     return {
         name: float(torch.linalg.vector_norm(_wide(_elements(gradient)), norm_type))
         for name, gradient in _gradients_here(session).items()
-        if owners.get(name) == rank
+        if name in owned
     }
 
 

@@ -98,6 +98,7 @@ def _alternative(name: str, evaluation: Evaluation, best: Evaluation) -> Alterna
         excess = mib(evaluation.over_bytes)
         return Alternative(name, 0, f"does not fit: {excess} too much on a device of stage {evaluation.stage}")
     slower = evaluation.step_ns / best.step_ns - 1 if best.step_ns else 0.0
+    asked = _wish(best.space.request) if slower < 0 else ""
     step_ns = max(1, evaluation.step_ns)
     if evaluation.decision.token_slices:
         return Alternative(name, evaluation.step_ns, f"{slower:+.1%} (slices are taken where they clearly save time)")
@@ -107,7 +108,14 @@ def _alternative(name: str, evaluation: Evaluation, best: Evaluation) -> Alterna
     reason = f"its slowest stage is busy {busiest:.0%} of it"
     if reduce > 0.1:
         reason = f"sums of gradients take {reduce:.0%} of it"
-    return Alternative(name, evaluation.step_ns, f"{slower:+.1%} ({reason})")
+    return Alternative(name, evaluation.step_ns, f"{slower:+.1%} ({asked or reason})")
+
+
+def _wish(request: PlanRequest) -> str:
+    """Return the wish that kept the planner from a faster plan with other stages; "" without one."""
+    wishes = ("cuts", request.cuts), ("stages", request.stages), ("replicas", request.replicas)
+    found = [f"{name}={list(value) if isinstance(value, tuple) else value}" for name, value in wishes if value]
+    return f"you asked for {found[0]}" if found else ""
 
 
 def _count(count: int, noun: str) -> str:

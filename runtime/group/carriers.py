@@ -39,13 +39,13 @@ class NcclCarrier:
         self._posting = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def open_pair(self, low: int, high: int) -> None:
-        """Make the communicator of a pair, and send a byte in both directions.
+        """Make the communicator of a pair, unless it is made, and send a byte in both directions.
 
-        Collective over all ranks, while no other message is in flight; the two return when both can send."""
-        group = self._pair_group(low, high)
-        if self._rank not in (low, high):
+        Collective over all ranks, in one order of all pairs and groups, while no other message is in flight; the two
+        return when both can send."""
+        group, peer = self._pair_group(low, high), low + high - self._rank
+        if self._rank not in (low, high) or peer in self._groups:
             return
-        peer = low + high - self._rank
         self._groups[peer] = group
         with _deadline(f"opening the channel between ranks {low} and {high}"), waiting(peer):
             byte, back = (torch.zeros(1, dtype=torch.uint8, device=self._device) for _ in range(2))

@@ -32,7 +32,7 @@ def generation(store: Store, rank: int, size: int, limit_s: float, look: Callabl
         return _told(meeting, size, limit_s, look)
     ticket = uuid.uuid4().hex
     meeting.set(f"asked/{rank}", ticket)
-    _poll(lambda: [] if meeting.check([f"told/{ticket}"]) else [0], limit_s, look)
+    poll(lambda: [] if meeting.check([f"told/{ticket}"]) else [0], limit_s, look)
     name = meeting.get(f"told/{ticket}").decode()
     meeting.set(f"came/{name}/{rank}", "")
     return name
@@ -54,20 +54,21 @@ def _told(meeting: Store, size: int, limit_s: float, look: Callable[[], None]) -
                     meeting.set(f"told/{ticket}", name)
         return left
 
-    _poll(missing, limit_s, look)
+    poll(missing, limit_s, look)
     return name
 
 
-def _poll(missing: Callable[[], list[int]], limit_s: float, look: Callable[[], None]) -> None:
-    """Wait until no rank is missing."""
+def poll(missing: Callable[[], list[int]], limit_s: float, look: Callable[[], None], peer: int | None = None) -> None:
+    """Wait until no rank is missing.  peer: the one that is waited for, None for all."""
     end = time.monotonic() + limit_s
-    with waiting():
+    with waiting(peer):
         while left := missing():
             look()
             if time.monotonic() > end:
                 raise WorkerError(
                     f"rank {left[0]} did not come to open the process group",
                     why=f"it had {limit_s:g} s",
-                    fix="look for the first error on that rank; every rank calls compile (or verify) in the same order",
+                    fix="look for the first error on that rank; every rank calls compile (or verify) in the same "
+                    "order; timeout= of compile allows more time",
                 )
             time.sleep(POLL_S)

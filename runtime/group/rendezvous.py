@@ -22,9 +22,8 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from autopart.ir.errors import ClusterError, WorkerError
 from autopart.runtime.activity import waiting
-from autopart.runtime.group.generations import generation
+from autopart.runtime.group.generations import POLL_S, generation, poll
 
-POLL_S = 0.01
 UNWATCHED = timedelta(days=7)
 """The time limit of groups: the watch ends what hangs, and can tell planning from hanging."""
 REFUSED_S = 2.0
@@ -154,15 +153,4 @@ def _follow(meeting: Store, rank: int, limit_s: float, look: Look) -> int:
 
 
 def _wait(meeting: Store, key: str, limit_s: float, look: Look, missing: int) -> None:
-    end = time.monotonic() + limit_s
-    with waiting(missing):
-        while not meeting.check([key]):
-            look()
-            if time.monotonic() > end:
-                raise WorkerError(
-                    f"rank {missing} did not come to open the process group",
-                    why=f"it had {limit_s:g} s",
-                    fix="look for the first error on that rank; every rank calls compile (or verify) in the same "
-                    "order; timeout= of compile allows more time",
-                )
-            time.sleep(POLL_S)
+    poll(lambda: [] if meeting.check([key]) else [missing], limit_s, look, missing)

@@ -27,7 +27,6 @@ from autopart.runtime.group.reduction import TOGETHER, Tree, begin_together
 from autopart.runtime.group.rendezvous import UNWATCHED
 from autopart.runtime.group.shared_group import default_timeout_s, shared_group
 from autopart.runtime.watch.progress import show_progress
-from autopart.runtime.watch.slow_phase import watch_slow_phases
 from autopart.runtime.watch.stop_signals import stop_signals
 
 E = TypeVar("E", bound=BaseException)
@@ -47,6 +46,9 @@ def transports() -> tuple[str, ...]:
 class World:
     """The rank and device of this process, the number of ranks, and collectives.  With one rank no group is opened.
 
+    carrier: posts messages at their places in the program; None if receives may be posted ahead.  staged: whether
+    messages of the device pass through host memory.  overlaps: whether collectives may run in the background while
+    messages are in flight.
     stop_requested: whether a rank was asked to stop (`watch.stop_signals`).  Every exchange of numbers carries it, so
     it becomes True on all ranks in the same one.  stepped: whether this rank has trained; before that it does not stop
     so that others can join, since all would only start again.
@@ -66,7 +68,6 @@ class World:
         for None.  transport: one of `transports()`.
 
         Raises ClusterError if this host lacks the CUDA devices that its ranks need."""
-        watch_slow_phases()
         show_progress()
         self.transport = transport_of(kind, transport)
         self.size = size
@@ -79,14 +80,19 @@ class World:
         self._known: BaseException | None = None
         self._waiting = waiting()
         self._tree: Tree | None = None
+        self.carrier: NcclCarrier | None = None
         self.stop_requested = self.stepped = self._catching = False
         if DEVICE_KINDS[kind].device_type == "cuda":
             require_devices(torch.cuda.device_count(), local_ranks(size), self.transport)
         if size > 1 or dist.is_initialized():
             self._join(size, timeout_s)
         try:
-            self.device = self._device(kind)
-            self.carrier = self._carrier()
+            self.device = device_of(kind, self.rank)
+            if self.transport in CARRIERS and self.size > 1:
+                pair_group = lambda low, high: self._own_group("messages", (low, high), NCCL)  # noqa: E731
+                self.carrier = CARRIERS[self.transport](self.rank, self.device, pair_group)
+            self.staged = self.device.type != "cpu" and self.transport == GLOO
+            self.overlaps = self.carrier is None and not self.staged
             self._catching = True
             stop_signals.enter()
         except BaseException:
@@ -128,22 +134,6 @@ class World:
         self._groups.clear()
         shared_group.leave(lease, self._broken)
 
-    def _device(self, kind: str) -> torch.device:
-        name = DEVICE_KINDS[kind].device_type
-        if name == "cpu":
-            return torch.device(name)
-        module = torch.get_device_module(name)
-        device = torch.device(name, int(os.environ.get("LOCAL_RANK", self.rank)) % module.device_count())
-        module.set_device(device)
-        return device
-
-    def _carrier(self) -> NcclCarrier | None:
-        """Make what posts messages at their places in the program; None if receives may be posted ahead."""
-        if self.transport not in CARRIERS or self.size == 1:
-            return None
-        pair_group = lambda low, high: self._own_group("messages", (low, high), NCCL)  # noqa: E731
-        return CARRIERS[self.transport](self.rank, self.device, pair_group)
-
     def _broken(self) -> None:
         """Break the groups made here."""
         for group in list(self._groups.values()):
@@ -167,29 +157,12 @@ class World:
             self.carrier.open_group(group)
         return group
 
-    def open_pair(self, low: int, high: int) -> None:
-        """Prepare messages between two ranks over a carrier, once.  Collective over all ranks, in one order of all
-        pairs and groups, while no other message is in flight."""
-        if self.carrier is not None and ("messages", (low, high)) not in self._opened:
-            self._opened.add(("messages", (low, high)))
-            self.carrier.open_pair(low, high)
-
     def _own_group(self, purpose: str, ranks: tuple[int, ...], backend: str) -> dist.ProcessGroup:
         if (purpose, ranks) not in self._groups:
             with waiting():
                 made = dist.new_group(list(ranks), timeout=UNWATCHED, backend=backend)
             self._groups[purpose, ranks] = made
         return self._groups[purpose, ranks]
-
-    @property
-    def staged(self) -> bool:
-        """Whether messages of the device pass through host memory."""
-        return self.device.type != "cpu" and self.transport == GLOO
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether collectives may run in the background while messages are in flight."""
-        return self.carrier is None and not self.staged
 
     def all_reduce(
         self,
@@ -201,7 +174,7 @@ class World:
         """Sum a tensor, or apply another op, over the ranks of a group, in place.  Collective over that group.
 
         to: the only rank that gets the result; it is then undefined on the others."""
-        with self._on_host(tensor) as data:
+        with _on_host(tensor, staged=self.staged) as data:
             if to is None:
                 dist.all_reduce(data, op=op, group=group)
             else:
@@ -209,18 +182,8 @@ class World:
 
     def give_group(self, tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> None:
         """Copy a tensor of rank `source` to all ranks of a group, in place.  Collective over that group."""
-        with self._on_host(tensor) as data:
+        with _on_host(tensor, staged=self.staged) as data:
             dist.broadcast(data, source, group=group)
-
-    @contextmanager
-    def _on_host(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield the tensor, or a copy in host memory that is copied back afterwards."""
-        if not self.staged or tensor.device.type == "cpu":
-            yield tensor
-            return
-        data = tensor.cpu()
-        yield data
-        tensor.copy_(data)
 
     # -- failures --------------------------------------------------------------------------------------------------
 
@@ -260,7 +223,7 @@ class World:
 
     def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
         """Return the numbers of every rank, by rank; each gives the same count.  Collective; O(ranks)."""
-        told = [*numbers, self._asked()]
+        told = [*numbers, _stop_asked(self.rank, stepped=self.stepped)]
         rows = [told]
         if self.size > 1:
             everyone = torch.empty(self.size, len(told), dtype=torch.float64)
@@ -278,7 +241,7 @@ class World:
     def begin_reducing(self, largest: Sequence[float], summed: Sequence[float] = ()) -> Callable[[], list[float]]:
         """Send numbers for `reduce_numbers`, without waiting; return a function that waits for its result.  Ranks begin
         these in one order, and wait for them in the same.  Collective; O(log(ranks)) messages (`reduction`)."""
-        told = [self._asked(), *largest, *summed]
+        told = [_stop_asked(self.rank, stepped=self.stepped), *largest, *summed]
         found: Callable[[], list[float]] = lambda: told  # noqa: E731
         if self.size > 1:
             mine, count, group = torch.tensor(told, dtype=torch.float64), 1 + len(largest), shared_group.group
@@ -294,16 +257,8 @@ class World:
 
         return reduced
 
-    def _asked(self) -> float:
-        """Return whether this rank was asked to stop, and which it is, as one number: the largest of all ranks counts.
-
-        0 if not, 0.5 so that others can join, else the signal and the rank, the lowest first."""
-        if stop_signals.asked:
-            return float((stop_signals.asked << 32) - self.rank)
-        return 0.5 if self.stepped and current().asked else 0.0
-
     def _note_stop(self, asked: float) -> None:
-        """Note whether some rank was asked to stop.  asked: the largest number of all ranks (`_asked`)."""
+        """Note whether some rank was asked to stop.  asked: the largest number of all ranks (`_stop_asked`)."""
         if not asked or self.stop_requested:
             return
         self.stop_requested = True
@@ -351,6 +306,37 @@ class World:
                 work.wait()
 
         return finished
+
+
+def _stop_asked(rank: int, *, stepped: bool) -> float:
+    """Return whether this rank was asked to stop, and which it is, as one number: the largest of all ranks counts.
+
+    0 if not, 0.5 so that others can join, else the signal and the rank, the lowest first."""
+    if stop_signals.asked:
+        return float((stop_signals.asked << 32) - rank)
+    return 0.5 if stepped and current().asked else 0.0
+
+
+def device_of(kind: str, rank: int) -> torch.device:
+    """Return the device of this process, which becomes the current one."""
+    name = DEVICE_KINDS[kind].device_type
+    if name == "cpu":
+        return torch.device(name)
+    module = torch.get_device_module(name)
+    device = torch.device(name, int(os.environ.get("LOCAL_RANK", rank)) % module.device_count())
+    module.set_device(device)
+    return device
+
+
+@contextmanager
+def _on_host(tensor: torch.Tensor, *, staged: bool) -> Iterator[torch.Tensor]:
+    """Yield the tensor, or if it is staged a copy in host memory that is copied back afterwards."""
+    if not staged or tensor.device.type == "cpu":
+        yield tensor
+        return
+    data = tensor.cpu()
+    yield data
+    tensor.copy_(data)
 
 
 def transport_of(kind: str, asked: str) -> str:

@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from autopart.ir.errors import AutopartError, UsageError
@@ -19,9 +19,8 @@ from autopart.launcher import RESCUE_VARIABLE, Living
 from autopart.runtime.launch.members import Members
 from autopart.runtime.launch.memory import folder_in_memory
 from autopart.runtime.launch.reasons import Death
-from autopart.runtime.launch.starting import local_env
+from autopart.runtime.launch.starting import forked
 from autopart.runtime.launch.supervise import Fleet
-from autopart.runtime.launch.template import Template, works_here
 from autopart.runtime.watch.stop_signals import StopSignals
 
 PAUSE_S = 0.1
@@ -72,15 +71,12 @@ def run_generations(
 
 @contextmanager
 def _shared(members: Members | None) -> Iterator[dict[str, Any]]:
-    """Yield what all generations of an elastic launch are given: a folder in memory, and a template to fork from."""
+    """Yield what all generations of an elastic launch are given: a folder in memory, and how ranks start."""
     if members is None:
         yield {}
         return
-    with folder_in_memory() as memory, ExitStack() as stack:
-        shared: dict[str, Any] = {"env": {RESCUE_VARIABLE: memory}}
-        if works_here():
-            shared["start"] = stack.enter_context(Template(local_env(0, members.most))).start
-        yield shared
+    with folder_in_memory() as memory:
+        yield {"env": {RESCUE_VARIABLE: memory}, "start": forked}
 
 
 class _Generations:

@@ -1,57 +1,42 @@
 """Processes of ranks: how one is started, and in which environment.
 
-`spawned` starts a new Python, which imports torch; `Template.start` forks one that has imported it.
+`spawned` starts a new Python, which imports torch; `forked` forks one that has imported it, multiprocessing's fork
+server with `template`.
 """
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
+import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import forkserver, reduction
 from multiprocessing.connection import Connection
-from typing import Protocol
+from multiprocessing.process import BaseProcess
+from typing import Any, Self
+
+import torch
 
 from autopart.launcher import DEVICES_VARIABLE, Living
 from autopart.runtime.activity import SharedStatus
 from autopart.runtime.launch import worker
 from autopart.runtime.launch.worker import PARENT_VARIABLE
 
+TIED_VARIABLE = "AUTOPART_TIED"
+"""The launcher, for a fork server that its main thread starts, so that the kernel may end it with that thread."""
 _starting = threading.Lock()
-
-
-class RankProcess(Protocol):
-    """What a fleet needs of a process, as of `multiprocessing.Process`."""
-
-    @property
-    def pid(self) -> int | None:
-        """The process id."""
-
-    @property
-    def sentinel(self) -> int:
-        """A descriptor that becomes readable when it has ended."""
-
-    @property
-    def exitcode(self) -> int | None:
-        """The exit code, minus the number of the signal that ended it, or None while it runs."""
-
-    def join(self, timeout: float | None = None) -> None:
-        """Wait until it has ended."""
-
-    def terminate(self) -> None:
-        """Send SIGTERM."""
-
-    def kill(self) -> None:
-        """Send SIGKILL."""
+_log = logging.getLogger("autopart")
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
     """The process of a rank that was started, the launcher's side of its pipe, and its status."""
 
-    process: RankProcess
+    process: BaseProcess
     conn: Connection
     status: SharedStatus
 
@@ -62,16 +47,75 @@ Starter = Callable[[int, Mapping[str, str]], Started]
 
 def spawned(rank: int, env: Mapping[str, str]) -> Started:
     """Start a rank as a new Python process."""
-    context = multiprocessing.get_context("spawn")
-    status = context.RawValue(SharedStatus)
+    return _started("spawn", rank, f"autopart-rank-{rank}", env)
+
+
+def forked(rank: int, env: Mapping[str, str], more: Sequence[str] = ()) -> Started:
+    """Start a rank by a fork, or as a new process if that fails, and on other systems than Linux.  more: modules that
+    the fork server has imported besides."""
+    if sys.platform != "linux":
+        return spawned(rank, env)
+    forkserver.set_forkserver_preload([*more, "autopart.runtime.launch.template"])
+    server = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), "PYTHONSAFEPATH": "1"}
+    server |= {name: env[name] for name in env if name == "OMP_NUM_THREADS"}  # read when libraries are loaded
+    if threading.current_thread() is threading.main_thread():
+        server[TIED_VARIABLE] = str(os.getpid())
+    try:
+        return _started("forkserver", rank, _Name(f"autopart-rank-{rank}", {**os.environ, **env}), server)
+    except (OSError, EOFError) as error:
+        _log.warning("rank %d is started as a new process, since none can be forked: %s", rank, error)
+        return spawned(rank, env)
+
+
+def _started(method: str, rank: int, name: str, env: Mapping[str, str]) -> Started:
+    """Start a rank.  env: of the new Python process."""
+    context: Any = multiprocessing.get_context(method)
+    status: SharedStatus = context.RawValue(SharedStatus)
     conn, theirs = context.Pipe()
-    main_thread = threading.current_thread() is threading.main_thread()
-    given = rank, theirs, status, main_thread
-    process = context.Process(target=worker.spawned, args=given, name=f"autopart-rank-{rank}")
-    with _environment(env):
+    tied = method == "spawn" and threading.current_thread() is threading.main_thread()
+    process = context.Process(target=worker.started, args=(rank, theirs, status, tied), name=name)
+    with _environment(env), theirs:
         process.start()
-    theirs.close()
     return Started(process, conn, status)
+
+
+class _Name(str):
+    """The name of a process that is forked.  It is the first of ours that the process reads, before it imports the
+    user's script, and gives it the environment and the output that a new process would have: the fork server may be
+    of an earlier launch."""
+
+    def __new__(cls, name: str, env: dict[str, str]) -> Self:
+        """env: all variables of the process."""
+        made = super().__new__(cls, name)
+        made._env = env
+        return made
+
+    _env: dict[str, str]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _become, (str(self), self._env, reduction.DupFd(1), reduction.DupFd(2))
+
+
+def _become(name: str, env: Mapping[str, str], *output: Any) -> str:
+    """Make this process, which was forked, one with this environment and output, unless it is; returns the name."""
+    parent = {PARENT_VARIABLE: str(os.getppid())}
+    descriptors = [sent.detach() for sent in output]
+    known = parent.items() <= os.environ.items()  # multiprocessing sends a name twice
+    for number, descriptor in enumerate(descriptors, 1):
+        if not known:
+            os.dup2(descriptor, number)
+        os.close(descriptor)
+    if known:
+        return name
+    os.environ.clear()
+    os.environ.update({**env, **parent})
+    threads = env.get("OMP_NUM_THREADS", "")
+    if threads.isdigit() and int(threads):
+        torch.set_num_threads(int(threads))  # libraries read the variable when they were loaded
+    torch.default_generator.seed()  # generators that a script leaves unseeded differ between processes
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    return name
 
 
 def local_env(rank: int, world: int) -> dict[str, str]:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from operator import methodcaller
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -29,7 +30,7 @@ from autopart.ir.errors import UsageError
 from autopart.launcher import RESTART_VARIABLE, Living
 from autopart.runtime.activity import KEEPING, NOTHING, PATIENT, READY_TO_KEEP, SharedStatus
 from autopart.runtime.launch.reasons import GUARD, STARTING, UNGUARDED, Death, error_for, first_cause, is_explained
-from autopart.runtime.launch.starting import RankProcess, Starter, device_env, local_env, spawned
+from autopart.runtime.launch.starting import Starter, device_env, local_env, spawned
 from autopart.runtime.launch.worker import PARENT_VARIABLE, READY, Failure, Success
 from autopart.runtime.watch.launcher import STOPPED_S
 from autopart.runtime.watch.processes import state_of
@@ -48,7 +49,7 @@ class Member:
     """One worker process as the parent sees it."""
 
     rank: int
-    process: RankProcess
+    process: BaseProcess
     conn: Connection
 
 
@@ -71,7 +72,7 @@ class Fleet:
         self._store: Any = None
         self._stop, self._grace_s = stop, grace_s
         self._killed_at = math.inf  # end of the grace after SIGTERM, whatever the ranks do
-        self._living, self._join_at = living, join_at
+        self._join_at = join_at
         self._up = False
         self.lost: tuple[int, ...] = ()
         """The ranks whose processes died by themselves or are stopped, if it failed.  Not those that ended by an exit
@@ -305,7 +306,7 @@ def _stopped(member: Member, since: dict[int, float]) -> Death | None:
     return Death(member.rank, None, now, stopped=True) if stopped else None
 
 
-def _join(processes: Sequence[RankProcess], seconds: float) -> None:
+def _join(processes: Sequence[BaseProcess], seconds: float) -> None:
     end = time.monotonic() + seconds
     for process in processes:
         process.join(max(0.0, end - time.monotonic()))

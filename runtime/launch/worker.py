@@ -7,7 +7,9 @@ process was killed.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import multiprocessing
 import os
 import pickle
 import signal
@@ -56,10 +58,15 @@ class Failure:
     told_by: int | None = None
 
 
-def spawned(rank: int, conn: Connection, status: SharedStatus, by_main_thread: bool) -> None:
-    """Run `main` in a process that the parent has spawned.  by_main_thread: whether its main thread did."""
-    _tie_to_parent(by_main_thread)
+def started(rank: int, conn: Connection, status: SharedStatus, tied: bool) -> None:
+    """Run `main` in a process that the parent has started, and end as a new Python process does, however it came to
+    be.  tied: whether the parent's main thread has spawned it."""
+    _tie_to_parent(tied)
+    multiprocessing.set_start_method("spawn", force=True)
     main(rank, conn, status)
+    ending: Any = threading
+    ending._shutdown()  # waits for threads, such as that of a save
+    atexit._run_exitfuncs()
 
 
 def main(rank: int, conn: Connection, status: SharedStatus) -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 from autopart.runtime.group.world import World
 from autopart.runtime.tensors import dense
 
-Route = tuple[str, int, int]
-"""Name of a tensor, the rank that has it, the rank that needs it."""
+K = TypeVar("K", bound=Hashable)
+Route = tuple[K, int, int]
+"""What a tensor is called, the rank that has it, the rank that needs it."""
 WINDOW_BYTES = 64 << 20
 """Bytes of copies that a rank has under way at once, or a single larger one: what lies on a device, or not in one
 piece, passes through a copy in host memory."""
@@ -41,10 +43,10 @@ class _Message:
                 torch.autograd.graph.increment_version(self.tensor)  # as a copy would
 
 
-def move_tensors(world: World, routes: Sequence[Route], local: Mapping[str, torch.Tensor]) -> None:
+def move_tensors(world: World, routes: Sequence[Route[K]], local: Mapping[K, torch.Tensor]) -> None:
     """Copy tensors between ranks, in place.  Collective.  Bytes sent: those of the tensors that move.
 
-    routes: in the same order on every rank.  local: by name, what this rank sends and what it receives into.
+    routes: in the same order on every rank.  local: what this rank sends and what it receives into.
 
     Each rank posts its own messages in this order, all at once but for copies, of which `WINDOW_BYTES` are under way.
     This cannot hang: a rank waits only for the first of its messages that is not done, which it has posted; so both
@@ -66,7 +68,7 @@ def move_tensors(world: World, routes: Sequence[Route], local: Mapping[str, torc
         message.finish()
 
 
-def _begun(world: World, route: Route, tensor: torch.Tensor) -> _Message:
+def _begun(world: World, route: Route[K], tensor: torch.Tensor) -> _Message:
     _, source, target = route
     arrives = world.rank == target
     data = dense(tensor.detach())

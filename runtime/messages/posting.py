@@ -30,7 +30,7 @@ class Posting:
         self._exchanges = program.posting[world.rank]
         self._device = world.device
         for pair in program.talking_pairs:
-            world.open_pair(*pair)
+            self._carrier.open_pair(*pair)
         self._next = self._done = 0
         self._expected: dict[_Message, Specs] = {}
         self._given: dict[_Message, torch.Tensor] = {}

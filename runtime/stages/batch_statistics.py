@@ -20,6 +20,7 @@ from torch import fx, nn
 
 from autopart.runtime.activity import waiting
 from autopart.runtime.group.world import World
+from autopart.runtime.stages.stage_module import StageModule
 
 _aten = torch.ops.aten
 _PLACES: dict[Any, tuple[int, int, int]] = {
@@ -149,9 +150,9 @@ def _takes_statistics(node: fx.Node) -> bool:
     return places is not None and bool(node.args[places[0]])
 
 
-def share_statistics(code: nn.Module, statistics: nn.Module) -> None:
+def share_statistics(code: StageModule, statistics: nn.Module) -> None:
     """Replace all batch norms in the code, also in its recomputed groups, by a `BatchStatistics`.  O(nodes)."""
-    for module in list(code.modules()):
+    for module in list(code.module.modules()):
         if not isinstance(module, fx.GraphModule):
             continue
         for node in [node for node in module.graph.nodes if _takes_statistics(node)]:

@@ -233,10 +233,8 @@ class Monitor:
             read = [r for r in heart.wanted if r != self.rank and heart.knows(r)]
         else:  # not connected to the store yet
             read = [waits - 1] if waits not in (NOBODY, EVERYONE, self.rank + 1) else []
-        return {r: self._mine() if r == self.rank else self._other(r, now) for r in sorted([self.rank, *read])}
-
-    def _mine(self) -> RankState:
-        return state_of_rank(self.rank, activity.current())
+        mine = state_of_rank(self.rank, activity.current())
+        return {r: mine if r == self.rank else self._other(r, now) for r in sorted([self.rank, *read])}
 
     def _other(self, rank: int, now: float) -> RankState:
         heart = self._heart

@@ -1,13 +1,15 @@
-"""Say on the terminal what rank 0 prepares: one line for each capture, measurement, search of a plan and bring-up.
+"""Say what a rank prepares: captures, measurements, searches of a plan, bring-up.
 
-A thread looks at the activity of this process, so that a step that prepares nothing costs nothing.  Lines go to stderr
-if that is a terminal: the last one counts seconds until the phase ends.  AUTOPART_PROGRESS=0 turns them off, and
-AUTOPART_PROGRESS=1 on: where stderr is not a terminal, each phase gets its line when it has ended.
+On the terminal rank 0 has a line for each.  Every rank logs one that takes long, since nothing else would show that it
+hangs.  A thread looks at the activity of this process, so that a step that prepares nothing costs nothing.  Lines go
+to stderr if that is a terminal: the last one counts seconds until the phase ends.  AUTOPART_PROGRESS=0 turns them off,
+and AUTOPART_PROGRESS=1 on: where stderr is not a terminal, each phase gets its line when it has ended.
 `tell` writes another line.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -17,10 +19,14 @@ from functools import cache
 from autopart.runtime import activity
 from autopart.runtime.activity import JOINING, PATIENT
 
-TICK_S = 0.1
+TICK_S, SLOW_TICK_S = 0.1, 1.0
+"""Seconds between two looks, if progress is shown and if it is not."""
 LEAST_S = 0.5
 """Seconds from which a phase gets a line."""
+FIRST_S = 30.0
+"""Seconds after which a phase is logged; each further line comes after four times as long."""
 _CLEAR = "\r\x1b[K"
+_log = logging.getLogger("autopart")
 
 
 class Progress:
@@ -56,6 +62,26 @@ class Progress:
         return f"{start}autopart: {self._what} took {now - self._since:.1f} s\n"
 
 
+class SlowPhase:
+    """Measures how long this rank has been in one capture or planning phase."""
+
+    def __init__(self) -> None:
+        self._changes, self._since, self._next_s = -1, 0.0, FIRST_S
+
+    def look(self, now: float) -> str | None:
+        """Return the line to log, or None.  now: in time.monotonic() seconds."""
+        status = activity.current()
+        if status.phase != PATIENT or status.changes != self._changes:
+            self._changes, self._since, self._next_s = status.changes, now, FIRST_S
+            return None
+        if now - self._since < self._next_s:
+            return None
+        self._next_s *= 4
+        rank, label = os.environ.get("RANK", "0"), activity.text_of(status.label)
+        who = f"rank {rank} ({label})" if label else f"rank {rank}"
+        return f"autopart: {who} has been {activity.text_of(status.note)} for {now - self._since:.0f} s"
+
+
 def tell(line: str) -> None:
     """Write a line, if progress is wanted in this process."""
     if is_wanted() and sys.stderr is not None:
@@ -77,16 +103,18 @@ def _on_terminal() -> bool:
 
 @cache
 def show_progress() -> None:
-    """Show from now on what this process prepares, if it is wanted.  Starts one thread then."""
-    if is_wanted():
-        threading.Thread(target=_run, name="autopart-progress", daemon=True).start()
+    """Show from now on what this process prepares, if it is wanted, and log what takes long.  Starts one thread."""
+    threading.Thread(target=_run, name="autopart-progress", daemon=True).start()
 
 
 def _run() -> None:
-    progress = Progress(live=_on_terminal())
+    slow, progress = SlowPhase(), Progress(live=_on_terminal()) if is_wanted() else None
     while True:
-        time.sleep(TICK_S)
-        text = progress.look(time.monotonic())
+        time.sleep(TICK_S if progress is not None else SLOW_TICK_S)
+        now = time.monotonic()
+        if (line := slow.look(now)) is not None:
+            _log.warning(line)
+        text = progress.look(now) if progress is not None else ""
         if text and sys.stderr is not None:
             sys.stderr.write(text)
             sys.stderr.flush()

@@ -113,15 +113,7 @@ def test_the_schedule_of_a_plan_is_written_and_read(command, tmp_path):
     assert command("schedule", plan) == (0, lines, "")
 
 
-def test_a_plan_is_json_on_stdout_and_a_table_beside_it(command):
-    code, out, err = command("plan", "mlp", "--costs", "analytic", "--micro-batches", "4")
-    assert code == 0
-    assert json.loads(out)["decision"]["micro_rows"] == [4, 4, 4, 4]
-    assert "2 stages on 2 ranks" in err
-
-
-def test_a_plan_in_a_terminal_is_the_table_alone(command, monkeypatch):
-    monkeypatch.setattr("autopart.cli.plans.on_terminal", lambda: True)
+def test_a_plan_is_printed_as_a_table_alone(command):
     code, out, err = command("plan", "mlp", "--costs", "analytic", "--micro-batches", "4")
     assert code == 0 and "2 stages on 2 ranks" in out and "{" not in out
     assert err.endswith("--out plan.json writes the plan to a file\n")

@@ -13,7 +13,7 @@ from autopart.cli.main import main
 from autopart.cli.model_loader import load_model
 from autopart.files.clusters import cluster_to_dict, parse_cluster
 from autopart.passes.ops.model_flops import model_flops
-from autopart.report.throughput import throughput
+from autopart.report.comparison import throughput
 
 PRICED = """
 devices:

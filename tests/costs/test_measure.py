@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 
 from autopart.batch.batch import flatten
 from autopart.capture import Captured, capture
+from autopart.costs import measure
 from autopart.costs.measure import environment, measure_costs
 from autopart.files.caches.kept import CacheWarning, read_kept, write_kept
 from autopart.ir.cluster import Device
@@ -20,6 +22,11 @@ from autopart.ir.graph import Graph
 from autopart.passes.ops.analytic_costs import analytic_costs
 
 DEVICE = Device("cpu", 1 << 34, 100_000_000_000, 20_000_000_000)
+
+
+def cost_of(captured: Captured, device: Device, *, budget_s: float) -> tuple[Graph, tuple[str, ...]]:
+    with mock.patch.object(measure, "BUDGET_S", budget_s):
+        return measure_costs(captured, device)
 
 
 class Net(nn.Module):
@@ -54,7 +61,7 @@ def times(graph: Graph) -> dict[str, tuple[int, int]]:
 
 def test_every_op_gets_a_cost_and_equal_layers_the_same_one(path: Path) -> None:
     captured = net()
-    graph, notes = measure_costs(captured, DEVICE, budget_s=60)
+    graph, notes = cost_of(captured, DEVICE, budget_s=60)
     found = times(graph)
     for op in graph.ops:
         check(op.cost)
@@ -70,14 +77,14 @@ def test_every_op_gets_a_cost_and_equal_layers_the_same_one(path: Path) -> None:
 
 def test_a_larger_op_takes_longer(path: Path) -> None:
     small, large = (
-        dict(times(measure_costs(net(layers=1, width=width), DEVICE, budget_s=60)[0]))["linear"] for width in (16, 2048)
+        dict(times(cost_of(net(layers=1, width=width), DEVICE, budget_s=60)[0]))["linear"] for width in (16, 2048)
     )
     assert large[0] > 2 * small[0] and large[1] > 2 * small[1]
 
 
 def test_what_was_measured_is_known_in_the_next_run(path: Path) -> None:
-    first, _ = measure_costs(net(), DEVICE, budget_s=60)
-    second, notes = measure_costs(net(), DEVICE, budget_s=0)
+    first, _ = cost_of(net(), DEVICE, budget_s=60)
+    second, notes = cost_of(net(), DEVICE, budget_s=0)
     assert times(first) == times(second) and "0 distinct ops measured" in notes[0]
     content = json.loads(read_kept(path, str) or "")
     assert list(content["times"]) == [environment(DEVICE)]
@@ -86,7 +93,7 @@ def test_what_was_measured_is_known_in_the_next_run(path: Path) -> None:
 
 def test_without_time_costs_are_counted_and_it_is_said(path: Path) -> None:
     captured = net()
-    graph, notes = measure_costs(captured, DEVICE, budget_s=0)
+    graph, notes = cost_of(captured, DEVICE, budget_s=0)
     assert graph == analytic_costs(captured.graph, DEVICE)
     assert "no time to measure" in notes[-1] and not path.exists()
 
@@ -94,13 +101,13 @@ def test_without_time_costs_are_counted_and_it_is_said(path: Path) -> None:
 def test_what_is_left_is_scaled_like_what_was_measured(path: Path) -> None:
     captured = net()
     counted = analytic_costs(captured.graph, DEVICE)
-    measure_costs(captured, DEVICE, budget_s=60)
+    cost_of(captured, DEVICE, budget_s=60)
     content = json.loads(read_kept(path, str) or "")
     kept = dict(list(content["times"][environment(DEVICE)].items())[:1])
     (key,) = kept
     content["times"][environment(DEVICE)] = {key: [7_000_000, 0]}
     write_kept(path, json.dumps(content))
-    graph, _ = measure_costs(captured, DEVICE, budget_s=0)
+    graph, _ = cost_of(captured, DEVICE, budget_s=0)
     known = [op.name for op in graph.ops if op.cost.fwd_ns == 7_000_000]
     measured = sum(7_000_000 for _ in known)
     before = times(counted)
@@ -114,14 +121,14 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch
     blocked.write_text("")
     monkeypatch.setenv("AUTOPART_CACHE", str(blocked))
     with pytest.warns(CacheWarning, match="Not a directory"):
-        graph, _ = measure_costs(net(layers=1), DEVICE, budget_s=60)
+        graph, _ = cost_of(net(layers=1), DEVICE, budget_s=60)
     assert all(op.cost.fwd_ns for op in graph.ops)
 
 
 def test_a_model_without_weights_is_measured_and_random_state_is_left_alone(path: Path) -> None:
     captured = net(device="meta")
     before = torch.get_rng_state()
-    graph, notes = measure_costs(captured, DEVICE, budget_s=60)
+    graph, notes = cost_of(captured, DEVICE, budget_s=60)
     assert torch.equal(before, torch.get_rng_state())
     assert len(notes) == 1 and all(op.cost.fwd_ns for op in graph.ops)
 
@@ -129,5 +136,5 @@ def test_a_model_without_weights_is_measured_and_random_state_is_left_alone(path
 def test_ops_that_are_too_large_or_fail_alone_are_counted(path: Path) -> None:
     captured = net()
     tiny = Device("cpu", 1_000, DEVICE.flops_per_s, DEVICE.mem_bytes_per_s)
-    _, notes = measure_costs(captured, tiny, budget_s=60)
+    _, notes = cost_of(captured, tiny, budget_s=60)
     assert "cannot be measured alone" in notes[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 
 from autopart.batch.batch import flatten
 from autopart.capture import Captured, capture
-from autopart.costs import profiler
+from autopart.costs import measure, profiler
 from autopart.costs.profiler import profile_costs
 from autopart.ir.cluster import Device
 from autopart.ir.cost import check
@@ -46,8 +47,13 @@ def heavy(rows: int = 256) -> Captured:
     return capture(Heavy(), flatten(torch.ones(rows, 256)))
 
 
-def profiled(captured: Captured, path: Path, **options: Any) -> tuple[Graph, tuple[str, ...]]:
-    found = profile_costs(captured, DEVICE, **options)
+def tried(captured: Captured, budget_s: float) -> tuple[Graph, tuple[str, ...]] | None:
+    with mock.patch.object(measure, "BUDGET_S", budget_s):
+        return profile_costs(captured, DEVICE)
+
+
+def profiled(captured: Captured, path: Path, budget_s: float = 3.0) -> tuple[Graph, tuple[str, ...]]:
+    found = tried(captured, budget_s)
     assert found is not None
     return found
 
@@ -107,7 +113,7 @@ def test_what_was_profiled_is_known_in_the_next_run(path: Path) -> None:
 
 
 def test_a_program_that_is_too_slow_or_too_large_is_left_to_others(path: Path) -> None:
-    assert profile_costs(heavy(), DEVICE, budget_s=0) is None
+    assert tried(heavy(), 0) is None
     tight = Device("cpu", 1 << 20, DEVICE.flops_per_s, DEVICE.mem_bytes_per_s)
     assert profile_costs(heavy(), tight) is None
     assert not path.exists()

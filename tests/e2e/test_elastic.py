@@ -9,18 +9,119 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from support.jobs import elastic_jobs as jobs
-from support.jobs import straggler_jobs as stragglers
 from support.jobs.fault_runs import environment
 from support.workers import Workers
+from torch import nn
 
 import autopart
+from autopart.runtime.stages.stage import StageRunner
+
+WIDTH, ROWS = 384, 24
+
+
+def net() -> nn.Module:
+    """Return a tower of equal layers in fp64."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh()))).double()
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the batch of a step."""
+    generator = torch.Generator().manual_seed(step)
+    x, y = (torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
+    return x, y
+
+
+@contextmanager
+def slowed(factor: float) -> Iterator[None]:
+    """Let every forward and backward of this process take `factor` times as long, by a busy loop behind it."""
+
+    def slow(method: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            result = method(*args, **kwargs)
+            end = time.perf_counter() + (factor - 1) * (time.perf_counter() - began)
+            while time.perf_counter() < end:
+                pass
+            return result
+
+        return run
+
+    with ExitStack() as stack:
+        for name in ("forward", "backward"):
+            stack.enter_context(mock.patch.object(StageRunner, name, slow(getattr(StageRunner, name))))
+        yield
+
+
+def shares(plan: autopart.Plan, rank: int) -> float:
+    """Return the part of all work that a rank has: ops of its stages, each by its share of the rows."""
+    whole = sum(len(stage.ops) for stage in plan.stages)
+    own = 0.0
+    for stage in plan.stages:
+        if rank in stage.ranks:
+            parts = stage.division.shares
+            own += len(stage.ops) * parts[stage.ranks.index(rank)] / sum(parts)
+    return own / whole
+
+
+def train(
+    world: int, slow_rank: int, more: int, costs: str = "analytic", **options: Any
+) -> tuple[list[float], int, bool, float, float]:
+    """Train 12 steps, then with a slow rank until it is named, and some more under a new plan.
+
+    Returns the losses, after how many slow steps it was named (0: never within 40), whether a plan was adopted, and
+    the part of the work that the slow rank had before and has then."""
+    torch.set_num_threads(1)
+    named, losses = 0, []
+    asked: dict[str, Any] = {"loss_fn": nn.functional.mse_loss, "costs": costs, **options}
+    with autopart.compile(net(), f"cpu:{world}", sample=batch(0), **asked) as pipe:
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            losses.append(float(pipe.step(batch(pipe.steps))))
+            optimizer.step()
+
+        for _ in range(12):
+            step()
+        with slowed(3.0) if pipe.rank == slow_rank else nullcontext():
+            for number in range(1, 41):
+                step()
+                if slow_rank in pipe.stragglers:
+                    named = number
+                    break
+            before = shares(pipe.plan, slow_rank)
+            found = pipe.replan(optimizer, steps=10**6)
+            for _ in range(more):
+                step()
+        return losses, named, found.adopted, before, shares(pipe.plan, slow_rank)
+
+
+def plainly(steps: int) -> list[float]:
+    """Return the losses of the same training in one process."""
+    model, losses = net(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(steps):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+# -- tests -----------------------------------------------------------------------------------------------------------
+
 
 pytestmark = pytest.mark.timeout(400)
 HALVES = {"stages": 2, "replicas": 2, "zero": 0}
@@ -80,10 +181,10 @@ def test_without_a_holder_that_lives_the_checkpoint_is_loaded(
 @pytest.mark.parametrize("costs", ["analytic", "measured"])
 @pytest.mark.parametrize("slow_rank", [0, 1])
 def test_a_rank_slowed_to_a_third_is_named_and_gets_less(pair: Workers, slow_rank: int, costs: str) -> None:
-    for losses, named, adopted, before, after in pair.run(stragglers.train, 2, slow_rank, 3, costs):
+    for losses, named, adopted, before, after in pair.run(train, 2, slow_rank, 3, costs):
         assert 0 < named <= 20
         assert adopted and after < 0.75 * before
-        torch.testing.assert_close(losses, stragglers.plainly(len(losses)), rtol=1e-10, atol=0)
+        torch.testing.assert_close(losses, plainly(len(losses)), rtol=1e-10, atol=0)
 
 
 def agent(run: jobs.Run, port: int) -> subprocess.Popen[bytes]:

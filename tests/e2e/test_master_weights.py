@@ -7,7 +7,6 @@ from functools import partial
 import pytest
 import torch
 from support.jobs import master_weight_jobs
-from support.jobs.shared_state import CASES, shared_state
 
 pytestmark = [
     pytest.mark.slow,
@@ -33,11 +32,6 @@ def test_ten_steps_equal_a_hand_written_loop_with_master_weights(pair, options):
     here, there = (masters for *_, masters in results)
     assert bool(here.keys() & there.keys()) == (options.get("zero") == 0)
     assert here.keys() | there.keys() == dict(master_weight_jobs.model().named_parameters()).keys()
-
-
-@pytest.mark.parametrize(("name", "counts", "options"), CASES)
-def test_sharing_master_weights_trains_like_full_copies(workers, name, counts, options):
-    shared_state(workers, name, counts, **options, master_weights=True)
 
 
 @pytest.mark.parametrize(

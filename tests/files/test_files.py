@@ -260,7 +260,7 @@ def test_diff_of_what_was_made_for_something_else_and_would_take_something_else(
     changes = {"costs": "measured", "step_ns": 9, "optimality": bound, "alternatives": other, "estimates": ()}
     assert diff_plans(example(), changed(example(), **changes)).splitlines() == [
         "costs: analytic -> measured",
-        "step_ns: 0 -> 9",
+        "step: 0 ms -> 9e-06 ms (+0.0%)",
         "estimates differ",
         "lower bounds differ",
         "alternatives differ",

@@ -9,15 +9,100 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.jobs import policy_jobs as jobs
+from support.jobs.replan_jobs import Tower, batch
+from support.jobs.step_jobs import refusal_of
 from support.languages.graphs import graph, graphs
 from support.workers import Workers
+from torch import nn
 
 import autopart
 from autopart.extras.freezing.policies.pipe_transformer import PipeTransformer, closed_form
 from autopart.ir.errors import UsageError
 from autopart.ir.graph import Graph
 from autopart.passes.graph.prefixes import layers_of, prefix_of
+
+SCHEDULE = [0, 1, 3, 3, 1, 0]
+"""How many layers a user's rule freezes, by epoch."""
+
+
+def plans() -> list[autopart.Plan]:
+    ways: list[dict[str, Any]] = [
+        {"stages": 2, "replicas": 1, "cuts": ("layers.3",)},
+        {"stages": 1, "replicas": 2, "zero": 1},
+        {"stages": 1, "replicas": 2, "zero": 0},
+    ]
+    return [
+        autopart.plan(Tower(), "cpu:2", sample=batch(0), costs="analytic", cache=False, micro_batches=2, **way)
+        for way in ways
+    ]
+
+
+def layer_of(model: nn.Module) -> dict[str, list[nn.Parameter]]:
+    assert isinstance(model.layers, nn.ModuleList)
+    return {f"layers.{i}": list(layer.parameters()) for i, layer in enumerate(model.layers)}
+
+
+def plain_norms() -> dict[str, float]:
+    model = Tower()
+    model(batch(0)).backward()
+    return {
+        name: float(torch.stack([p.grad.norm() for p in params if p.grad is not None]).norm())
+        for name, params in layer_of(model).items()
+    }
+
+
+def norms_under(plan: autopart.Plan) -> dict[str, float]:
+    with autopart.compile(Tower(), "cpu:2", sample=batch(0), plan=plan) as pipe:
+        pipe.step(batch(0))
+        return autopart.freeze.PipeTransformer().norms(pipe)
+
+
+def followed(plan: autopart.Plan) -> tuple[list[list[str]], list[bool], list[float], dict[str, float]]:
+    """Train under a user's rule; return the frozen layers of each epoch, whether they changed, the losses, and the
+    norms of the first step."""
+    policy = autopart.freeze.Policy(lambda epoch, norms: SCHEDULE[epoch], layers="layers.?")
+    with autopart.compile(Tower(), "cpu:2", sample=batch(0), plan=plan) as pipe:
+        pipe.step(batch(0))
+        norms = policy.norms(pipe)
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        flags, changed, losses = [], [], []
+        for epoch in range(len(SCHEDULE)):
+            changed.append(policy.apply(pipe, epoch))
+            pipe.zero_grad()
+            flags.append([n for n, own in layer_of(pipe.model).items() if not any(p.requires_grad for p in own)])
+            losses.append(pipe.step(batch(epoch)).item())
+            optimizer.step()
+        return flags, changed, losses, norms
+
+
+def plain_losses(flags: list[list[str]]) -> list[float]:
+    model = Tower()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for epoch, frozen in enumerate(flags):
+        optimizer.zero_grad()
+        model.requires_grad_(True)
+        for name in frozen:
+            model.get_submodule(name).requires_grad_(False)
+        model.first.requires_grad_(not frozen)
+        loss = model(batch(epoch))
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+    return losses
+
+
+def refused_prefix(plan: autopart.Plan) -> Any:
+    policy = autopart.freeze.Policy(lambda epoch, norms: ["layers.1"])
+    with autopart.compile(Tower(), "cpu:2", sample=batch(0), plan=plan) as pipe:
+        pipe.step(batch(0))
+        error = refusal_of(lambda: policy.apply(pipe, 1))
+        pipe.step(batch(1))
+        return error
+
+
+# -- tests -----------------------------------------------------------------------------------------------------------
+
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -156,25 +241,25 @@ def test_what_a_prefix_freezes_is_all_that_its_layers_depend_on(g: Graph, data: 
 
 @pytest.mark.slow
 def test_norms_over_stages_and_replicas_are_those_of_one_process(pair: Workers) -> None:
-    expected = jobs.plain_norms()
-    for plan in jobs.plans():
-        for found in pair.run(jobs.norms_under, plan):
+    expected = plain_norms()
+    for plan in plans():
+        for found in pair.run(norms_under, plan):
             assert list(found) == list(expected)
             assert found == pytest.approx(expected, rel=1e-12)
 
 
 def test_a_policy_freezes_on_all_ranks_and_thaws_what_it_froze(pair: Workers) -> None:
-    for flags, changed, losses, norms in pair.run(jobs.followed, jobs.plans()[0]):
-        assert norms == pytest.approx(jobs.plain_norms(), rel=1e-12)
+    for flags, changed, losses, norms in pair.run(followed, plans()[0]):
+        assert norms == pytest.approx(plain_norms(), rel=1e-12)
         assert changed == [False, True, True, False, True, True]
         assert flags[0] == [] and flags[1] == ["layers.0"] and flags[2] == ["layers.0", "layers.1", "layers.2"]
         assert flags[3] == flags[2] and flags[4] == ["layers.0"] and flags[5] == []
-        assert losses == pytest.approx(jobs.plain_losses(flags), rel=1e-12)
+        assert losses == pytest.approx(plain_losses(flags), rel=1e-12)
 
 
 @pytest.mark.slow
 def test_what_is_no_prefix_is_refused_on_all_ranks(pair: Workers) -> None:
-    for error in pair.run(jobs.refused_prefix, jobs.plans()[0]):
+    for error in pair.run(refused_prefix, plans()[0]):
         assert "cannot freeze while layers.0 learns" in str(error)
 
 

@@ -3,21 +3,41 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from collections import defaultdict, deque
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.jobs import reduction_jobs as jobs
 from support.workers import Workers
 
+from autopart.runtime.group import world as worlds
 from autopart.runtime.group.reduction import reduced
+from autopart.runtime.group.world import World
 from autopart.session.ranks import call_sync
 from autopart.session.ranks.call_sync import Calls
+
+
+def tree_and_together() -> tuple[list[list[float]], list[list[float]]]:
+    """Return the results of three exchanges, of which the second begins before the first is waited for, both ways."""
+    found = []
+    for together in (0, 32):
+        with mock.patch.object(worlds, "TOGETHER", together):
+            world = World("cpu", int(os.environ["WORLD_SIZE"]))
+            mine = [float(world.rank), 7.0 - world.rank], [float(world.rank)]
+            begun = [world.begin_reducing(*mine), world.begin_reducing(*mine)]
+            found.append([*(settle() for settle in begun), world.reduce_numbers(*mine)])
+            world.close()
+    return found[0], found[1]
+
+
+# -- tests -----------------------------------------------------------------------------------------------------------
+
 
 NUMBERS = st.one_of(
     st.just(-math.inf), st.just(math.inf), st.floats(-1e6, 1e6), st.integers(0, 2**52).map(float), st.just(0.0)
@@ -146,5 +166,5 @@ def test_the_exchange_before_a_call_takes_a_rank_5_ms_at_most_among_16384() -> N
 
 def test_a_few_processes_combine_numbers_along_the_tree_and_together_alike() -> None:
     with Workers(3, timeout=100) as workers:
-        for found in workers.run(jobs.tree_and_together):
+        for found in workers.run(tree_and_together):
             assert found == ([[2.0, 7.0, 3.0]] * 3, [[2.0, 7.0, 3.0]] * 3)

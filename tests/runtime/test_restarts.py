@@ -3,33 +3,68 @@ the table of faults)."""
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
-from support.jobs import restart_jobs as jobs
+from torch.distributed import PrefixStore
 
 import autopart
 from autopart.ir.errors import UsageError, WorkerError
+from autopart.launcher import restart_count
+from autopart.runtime.group.rendezvous import launchers_store
 from autopart.runtime.launch import restarts
 from autopart.runtime.launch.local import launch
+
+
+def die_until(times: int) -> tuple[int, bool]:
+    """Kill rank 1 in the first `times` generations; return the number of the generation, and whether the other rank
+    was found through the store of this one."""
+    count = restart_count()
+    store = PrefixStore("restarts", launchers_store(60.0)[0])
+    mine, other = int(os.environ["RANK"]), 1 - int(os.environ["RANK"])
+    stale = store.check([f"came/{mine}"])
+    store.set(f"came/{mine}", str(count))
+    met = store.get(f"came/{other}").decode() == str(count) and not stale
+    if count < times and mine == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return count, met
+
+
+def raise_always(folder: Path) -> None:
+    """Leave a file for each generation, and raise the same error each time on rank 0."""
+    if os.environ["RANK"] == "0":
+        (folder / str(restart_count())).touch()
+        raise ZeroDivisionError("the same in every generation")
+
+
+def raise_anew() -> None:
+    """Raise another error in each generation on rank 0."""
+    if os.environ["RANK"] == "0":
+        raise ValueError(f"generation {restart_count()}")
+
+
+# -- tests -----------------------------------------------------------------------------------------------------------
+
 
 pytestmark = pytest.mark.timeout(200)
 
 
 def test_ranks_are_started_again_after_a_death_with_a_store_of_their_own() -> None:
-    assert launch(jobs.die_until, 2, 1, restarts=1, timeout=150) == [(1, True), (1, True)]
+    assert launch(die_until, 2, 1, restarts=1, timeout=150) == [(1, True), (1, True)]
 
 
 def test_the_same_error_twice_ends_the_run_although_restarts_are_left(tmp_path: Path) -> None:
     with pytest.raises(WorkerError, match="ZeroDivisionError") as caught:
-        launch(jobs.raise_always, 1, tmp_path, restarts=5, timeout=150)
+        launch(raise_always, 1, tmp_path, restarts=5, timeout=150)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
     assert any("the same error twice is not tried again" in note for note in caught.value.__notes__)
 
 
 def test_exhausted_restarts_raise_the_last_failure_and_name_the_earlier_ones() -> None:
     with pytest.raises(WorkerError, match="ValueError: generation 1") as caught:
-        launch(jobs.raise_anew, 1, restarts=1, timeout=150)
+        launch(raise_anew, 1, restarts=1, timeout=150)
     notes = "\n".join(caught.value.__notes__)
     assert notes.count("ValueError: generation 0") == 1 and "after 1 restart(s)" in notes
 

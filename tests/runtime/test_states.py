@@ -13,8 +13,8 @@ from autopart.runtime import activity
 from autopart.runtime.activity import AWAY, BUSY, EVERYONE, JOINING, PATIENT, SharedStatus
 from autopart.runtime.watch.heart import Seen
 from autopart.runtime.watch.monitor import Monitor
-from autopart.runtime.watch.slow_phase import SlowPhase
-from autopart.runtime.watch.states import RankState, held_up_by, verdict
+from autopart.runtime.watch.progress import SlowPhase
+from autopart.runtime.watch.states import RankState, held_up_by, state_of_rank, verdict
 
 DEAD = "is stopped: process 7, by a signal"
 
@@ -156,7 +156,7 @@ def test_a_rank_that_goes_on_while_it_is_looked_at_is_not_judged(monkeypatch: py
     def seen(ending: bool) -> dict[int, RankState]:
         if ending:
             activity.waiting().__exit__(None, None, None)
-        return world(monitor._mine(), rank(1, still_s=200.0))
+        return world(state_of_rank(0, activity.current()), rank(1, still_s=200.0))
 
     monkeypatch.setattr(monitor, "_states", lambda _: seen(ending=True))
     monitor._look()

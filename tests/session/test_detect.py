@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.jobs.detect_jobs import probe_uneven
 from support.workers import Workers
 
 from autopart.cli.main import main
@@ -18,6 +19,15 @@ from autopart.ir.cluster import Cluster, Device, Level, Link, check
 from autopart.ir.device_kinds import DEVICE_KINDS
 from autopart.ir.errors import ClusterError
 from autopart.report.cluster_table import cluster_table
+
+
+def probe_uneven() -> Cluster:
+    """Probe the cluster as if the launcher had started a different number of ranks on the last host."""
+    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="1" if os.environ["RANK"] == "2" else "2"):
+        return probe("cpu", (2, 4))
+
+
+# -- tests -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import fields, replace
 from pathlib import Path
@@ -9,9 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.jobs import metrics_jobs as jobs
+import torch
 from support.languages.plans import changed, example
 from support.workers import Workers
+from torch import nn
 
 import autopart
 from autopart.extras.metrics import log
@@ -23,6 +25,88 @@ from autopart.ir.actions import parse_action
 from autopart.ir.errors import UsageError
 from autopart.ir.plan import Plan
 from autopart.ir.timeline import Span
+
+ROWS, TOKENS, VOCABULARY, WIDTH = 8, 6, 32, 16
+
+
+class Sentences(nn.Module):
+    """A network over tokens whose work is known: two products of each token with a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.middle = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, 4 * WIDTH)
+        self.head = nn.Linear(4 * WIDTH, VOCABULARY)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        scores = self.head(self.middle(self.table(ids)).tanh())
+        return nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten())
+
+
+FLOPS = 3 * 2 * ROWS * TOKENS * (WIDTH * 4 * WIDTH + 4 * WIDTH * VOCABULARY)
+"""Of a step: forward and twice as much backward, a multiplication and an addition for each weight and token."""
+
+
+def batch(rows: int = ROWS) -> dict[str, torch.Tensor]:
+    source = torch.Generator().manual_seed(rows)
+    ids = torch.randint(0, VOCABULARY, (rows, TOKENS), generator=source)
+    return {"ids": ids, "labels": ids}
+
+
+def measured(folder: Path | None = None, **options: Any) -> dict[str, Any]:
+    """Train some steps, and return the metrics of each, with what they should be."""
+    torch.set_num_threads(1)
+    given = {"costs": "analytic", "micro_batches": 4, "stages": 2, **options}
+    found: dict[str, Any] = {"metrics": [], "losses": [], "norms": []}
+    with autopart.compile(Sentences(), "cpu:2", sample=batch(), **given) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        for number in range(4):
+            found["losses"].append(pipe.step(batch()).item())
+            if number == 1:
+                found["norms"].append(float(pipe.clip_grad_norm_(0.01)))
+            elif number < 3:
+                grads = [grad for grad in pipe.gradients().values() if grad is not None]
+                found["norms"].append(math.sqrt(sum(float(grad.square().sum()) for grad in grads)))
+            else:
+                found["norms"].append(None)
+                pipe.zero_grad()
+            found["metrics"].append(pipe.metrics())
+            optimizer.step()
+            pipe.zero_grad()
+        found["spans after"] = pipe.session.spans
+        found["plan"] = pipe.plan
+        found["devices"] = pipe.cluster.devices
+        pipe.step(batch(ROWS // 2))
+        found["other"] = pipe.metrics()
+        if folder is not None:
+            pipe.timeline(batch())
+            found["report"] = pipe.report(folder / "run.html")
+            found["fragment"] = pipe._repr_html_()
+    return found
+
+
+def logged(folder: Path) -> list[Metrics | None]:
+    """Write a log of five steps, a line for every second one, and return what it returned."""
+    torch.set_num_threads(1)
+    options: dict[str, Any] = {"costs": "analytic", "micro_batches": 2, "stages": 2}
+    found = []
+    with (
+        autopart.compile(Sentences(), "cpu:2", sample=batch(), **options) as pipe,
+        autopart.MetricsLog(folder / "run.jsonl", every=2, tensorboard=False) as log,
+    ):
+        for number in range(5):
+            pipe.step(batch())
+            found.append(log.add(pipe, lr=0.5 * number, note="warm-up"))
+    return found
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    """Return what a log wrote."""
+    return [json.loads(line) for line in (folder / "run.jsonl").read_text().splitlines()]
+
+
+# -- tests -----------------------------------------------------------------------------------------------------------
+
 
 NUMBERS = Metrics(
     step=3, loss=2.5, grad_norm=1.25, skipped=False, loss_scale=None, step_s=0.2, predicted_s=0.1, rows_per_s=40.0,
@@ -38,7 +122,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ran(pair: Workers, folder: Path) -> list[dict[str, Any]]:
-    return pair.run(jobs.measured, folder)
+    return pair.run(measured, folder)
 
 
 def test_all_ranks_have_the_same_metrics(ran: list[dict[str, Any]]) -> None:
@@ -51,9 +135,9 @@ def test_loss_norm_and_rates_are_those_of_the_step(ran: list[dict[str, Any]]) ->
     for number, found in enumerate(ran[0]["metrics"]):
         assert (found.step, found.loss) == (number + 1, pytest.approx(ran[0]["losses"][number]))
         assert found.grad_norm == (pytest.approx(ran[0]["norms"][number], rel=1e-5) if number < 3 else None)
-        assert found.rows_per_s * found.step_s == pytest.approx(jobs.ROWS)
-        assert found.tokens_per_s * found.step_s == pytest.approx(jobs.ROWS * jobs.TOKENS)
-        assert found.flops_per_s * found.step_s == pytest.approx(jobs.FLOPS, rel=0.1)  # besides: tanh, the loss
+        assert found.rows_per_s * found.step_s == pytest.approx(ROWS)
+        assert found.tokens_per_s * found.step_s == pytest.approx(ROWS * TOKENS)
+        assert found.flops_per_s * found.step_s == pytest.approx(FLOPS, rel=0.1)  # besides: tanh, the loss
         assert found.mfu == pytest.approx(found.flops_per_s / peak_rate)
         assert found.loss_scale is None and not found.skipped
         assert found.predicted_s == pytest.approx(ran[0]["plan"].step_without_optimizer_ns * 1e-9)
@@ -77,7 +161,7 @@ def test_memory_is_that_of_every_rank(ran: list[dict[str, Any]]) -> None:
 
 def test_another_kind_of_batch_is_not_compared_with_the_plan(ran: list[dict[str, Any]]) -> None:
     assert ran[0]["other"].predicted_s is None
-    assert ran[0]["other"].rows_per_s * ran[0]["other"].step_s == pytest.approx(jobs.ROWS // 2)
+    assert ran[0]["other"].rows_per_s * ran[0]["other"].step_s == pytest.approx(ROWS // 2)
 
 
 def test_a_pipe_writes_its_report_on_rank_0(ran: list[dict[str, Any]], folder: Path) -> None:
@@ -89,9 +173,9 @@ def test_a_pipe_writes_its_report_on_rank_0(ran: list[dict[str, Any]], folder: P
 
 
 def test_a_log_has_a_line_for_every_second_step(pair: Workers, tmp_path: Path) -> None:
-    returned = pair.run(jobs.logged, tmp_path)[0]
+    returned = pair.run(logged, tmp_path)[0]
     assert [found.step if found else None for found in returned] == [None, 2, None, 4, None]
-    written = jobs.lines(tmp_path)
+    written = lines(tmp_path)
     assert [line["step"] for line in written] == [2, 4]
     assert [line["lr"] for line in written] == [0.5, 1.5] and written[0]["note"] == "warm-up"
     assert written[1]["loss"] == returned[3].loss and written[1]["peak_bytes"] == list(returned[3].peak_bytes)
@@ -112,7 +196,7 @@ class Still:
 def test_a_log_keeps_numbers_that_json_lacks(tmp_path: Path) -> None:
     with MetricsLog(tmp_path / "run.jsonl", tensorboard=False) as written:
         written.add(Still(replace(NUMBERS, loss=math.nan, grad_norm=math.inf)))
-    (line,) = jobs.lines(tmp_path)
+    (line,) = lines(tmp_path)
     assert (line["loss"], line["grad_norm"]) == ("nan", "inf")
 
 

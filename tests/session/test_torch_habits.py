@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import autopart
-from autopart.ir.errors import AutopartError, RefusedError, UsageError
+from autopart.capture.python.guards import CaptureWarning
+from autopart.ir.errors import AutopartError, CheckpointError, RefusedError, UsageError
 
 
 class Color(Enum):
@@ -216,6 +217,96 @@ def test_an_optimizer_that_needs_a_closure_is_refused(pair: Workers) -> None:
 def test_a_cut_at_a_module_without_an_op_of_its_own_says_so() -> None:
     with pytest.raises(UsageError, match="module 'positions' has no op of its own"):
         autopart.plan(Placed(), "cpu:2", sample=torch.randn(8, 4), cuts=["positions"], costs="analytic")
+
+
+def test_a_compiled_model_is_unwrapped_with_a_warning() -> None:
+    plain = Net()
+    in_place = Net()
+    in_place.compile(backend="eager")
+    for model in (torch.compile(plain, backend="eager"), in_place):
+        with pytest.warns(CaptureWarning, match='backend="inductor"') as seen:
+            pipe = autopart.compile(model, "cpu:1", sample=ROWS, micro_batches=1, costs="analytic")
+        with pipe:
+            assert seen[0].filename == __file__
+            assert {name for name, _ in pipe.named_parameters()} == {name for name, _ in plain.named_parameters()}
+
+
+def test_a_pipe_is_not_given_to_torch_compile(pipe: autopart.Pipe) -> None:
+    with pytest.raises(UsageError, match=r"a pipe is given to torch\.compile") as caught:
+        torch.compile(pipe, backend="eager")  # type: ignore[call-overload]
+    assert 'backend="inductor"' in caught.value.fix
+
+
+def test_a_gradient_scaler_is_refused_before_it_divides_gradients(pipe: autopart.Pipe) -> None:
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    scaler, other = torch.amp.GradScaler("cpu"), nn.Linear(2, 2)
+    scaler.scale(pipe.step(ROWS))
+    before = {name: gradient.clone() for name, gradient in pipe.gradients().items() if gradient is not None}
+    for call in (scaler.unscale_, scaler.step):
+        with pytest.raises(UsageError, match="GradScaler") as caught:
+            call(optimizer)
+        assert 'precision="fp16"' in caught.value.fix
+    found = pipe.gradients()
+    assert before and all(torch.equal(found[name], gradient) for name, gradient in before.items())  # type: ignore[arg-type]
+    torch.amp.GradScaler("cpu", enabled=False).step(torch.optim.SGD(pipe.parameters(), lr=0.0))
+    scaler.scale(other(torch.ones(2)).sum()).backward()
+    scaler.step(torch.optim.SGD(other.parameters(), lr=0.1))  # of another model
+
+
+def test_the_first_loss_that_is_not_finite_is_told_once() -> None:
+    with autopart.compile(Net(), "cpu:1", sample=ROWS, micro_batches=1, costs="analytic") as pipe:
+        pipe.step(ROWS)
+        with pytest.warns(autopart.NonFiniteWarning, match="the loss of step 2 is nan") as seen:
+            pipe.step(ROWS * float("nan"))
+            pipe.step(ROWS * float("nan"))
+        assert len(seen) == 1 and seen[0].filename == __file__ and 'non_finite="raise"' in str(seen[0].message)
+
+
+def test_calls_of_torch_on_a_part_of_the_model_are_told_once(pair: Workers) -> None:
+    """The state of a model whose values other ranks have, and a norm over a part; nothing is left after close."""
+    for told, quiet, left in pair.run(jobs.noticed):
+        assert [("pipe.state_dict()" in text, "pipe.clip_grad_norm_" in text) for text in told] == [
+            (True, False), (False, True)
+        ]  # fmt: skip
+        assert quiet == [] and left
+
+
+def test_a_file_is_no_folder_of_checkpoints(pipe: autopart.Pipe, tmp_path: Path) -> None:
+    file = tmp_path / "model.pt"
+    torch.save(pipe.state_dict(), file)
+    with pytest.raises(CheckpointError, match="it is a file, and a checkpoint is a folder") as caught:
+        pipe.load(file)
+    assert "pipe.load_state_dict(torch.load(file))" in caught.value.fix
+    assert pipe.load_state_dict(torch.load(file)) == ([], [])
+    with pytest.raises(CheckpointError, match=r"model\.pt is a file, and a checkpoint is a folder") as caught:
+        pipe.save(file)
+    assert str(tmp_path / "model") in caught.value.fix
+    assert pipe.save(tmp_path / "model").is_dir()
+
+
+def test_auto_leaves_an_option_to_the_planner() -> None:
+    wishes: Any = dict.fromkeys(("stages", "micro_batches", "replicas"), "auto")
+    found = autopart.plan(Net(), "cpu:2", sample=ROWS, costs="analytic", **wishes)
+    assert found.decision == autopart.plan(Net(), "cpu:2", sample=ROWS, costs="analytic").decision
+
+
+def test_a_lightning_module_is_told_to_pass_its_network() -> None:
+    class LightningModule(nn.Module):
+        pass
+
+    LightningModule.__module__ = "lightning.pytorch.core.module"
+
+    class Lit(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.backbone = Net()
+
+        def training_step(self, batch: torch.Tensor, _: int) -> Any:
+            return self.backbone(batch)
+
+    with pytest.raises(UsageError, match="Lit is a LightningModule") as caught:
+        autopart.compile(Lit(), "cpu:1", sample=ROWS)
+    assert "autopart.compile(module.backbone" in caught.value.fix and "loss_fn=" in caught.value.fix
 
 
 class Positions(nn.Module):

@@ -15,26 +15,16 @@ from typing import Any
 import torch.distributed as dist
 
 from autopart.runtime.launch.reasons import error_for
-from autopart.runtime.launch.starting import Starter, spawned
+from autopart.runtime.launch.starting import Starter, forked, spawned
 from autopart.runtime.launch.supervise import Fleet, load_result, name_of, pickle_call
-from autopart.runtime.launch.template import PRELOADED, Template, works_here
 from autopart.runtime.launch.worker import Failure, Success
 
 MODELS = ("transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama")
 """Modules whose import brings what those of all models import."""
 
 
-@functools.cache
-def template() -> Template:
-    """Return the process from which this process's pools are forked, which starts with the first call."""
-    return Template({"OMP_NUM_THREADS": "1"}, (*PRELOADED, *MODELS))
-
-
-def close_template() -> None:
-    """End the process from which pools are forked, and their processes, if there is one."""
-    if template.cache_info().currsize:
-        template().__exit__()
-        template.cache_clear()
+FORKED = functools.partial(forked, more=MODELS)
+"""Starts a process of a pool."""
 
 
 class Workers:
@@ -47,7 +37,7 @@ class Workers:
     def __init__(self, world: int, *, timeout: float = 300.0, new: bool = False) -> None:
         """timeout: seconds for each `run`, start of processes included.  new: start new processes, as `launch` does."""
         self.world, self.timeout = world, timeout
-        self._start: Starter = spawned if new or not works_here() else lambda rank, env: template().start(rank, env)
+        self._start: Starter = spawned if new else FORKED
         self._fleet: Fleet | None = None
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:

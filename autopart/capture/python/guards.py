@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import sys
 import types
+import warnings
 from collections.abc import Iterator, Set
 
 import torch
@@ -54,6 +55,7 @@ def check_model(model: object) -> nn.Module:
             fix="pass the module that torch.jit.script or torch.jit.trace was given",
         )
     _check_wrappers(model)
+    _check_forward(model)
     _check_values(model)
     check_hooks(model)
     _check_shared_storage(model)
@@ -65,6 +67,35 @@ _WRAPPERS = (
     ("torch.distributed.fsdp", "FSDP", "pass the model before it is sharded; zero=1 shares the optimizer's state"),
 )
 """Wrappers by where their class is, their names, and what to do instead."""
+_LIGHTNING = ("lightning.", "pytorch_lightning.")
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """Return the model that `torch.compile` wrapped, with a warning, or this one: stages are compiled by the plan."""
+    inner = getattr(model, "_orig_mod", None)
+    if isinstance(inner, nn.Module) or (isinstance(model, nn.Module) and model._compiled_call_impl is not None):
+        warnings.warn(
+            'the model was given to torch.compile, which has no effect on a pipeline: backend="inductor" compiles the '
+            "stages, and names of parameters are those of the model itself",
+            CaptureWarning,
+            stacklevel=5,
+        )
+    return inner if isinstance(inner, nn.Module) else model
+
+
+def _check_forward(model: nn.Module) -> None:
+    """Raise UsageError for a LightningModule that has a training_step alone."""
+    home = next((kind for kind in type(model).__mro__ if "forward" in vars(kind)), nn.Module)
+    if any(kind.__module__.startswith(_LIGHTNING) for kind in type(model).__mro__) and (
+        home is nn.Module or home.__module__.startswith(_LIGHTNING)
+    ):
+        inner = next((name for name, _ in model.named_children()), "net")
+        raise UsageError(
+            f"{type(model).__name__} is a LightningModule without a forward",
+            why="a pipeline captures forward() and a loss; training_step, its logging and its optimizers stay outside",
+            fix=f"autopart.compile(module.{inner}, sample=(inputs, target), loss_fn=...), then pipe.step(batch) in "
+            "place of training_step and backward (docs/from_ddp.md)",
+        )
 
 
 def _check_wrappers(model: nn.Module) -> None:

@@ -34,7 +34,7 @@ from torch.export.graph_signature import (
 )
 from torch.utils import _pytree as pytree
 
-from autopart.capture.python.reads.questions import Operand
+from autopart.capture.python.reads.questions import Operand, made_of
 from autopart.capture.source_location import user_line_of_text
 from autopart.capture.trace.equal_calls import call_key, frozen, tensor_kind
 from autopart.ir.errors import RefusedError
@@ -311,15 +311,8 @@ def _read(graph: fx.Graph, keys: list[Hashable], given: list[int], made: list[in
     known: dict[Hashable, _Answer] = {}
     for key, takes, makes in zip(keys, given, made, strict=True):
         own, out = tuple(itertools.islice(places, takes)), tuple(itertools.islice(results, makes))
-        found: set[fx.Node] = set()
-        queue = [*out]
-        while queue:
-            node = queue.pop()
-            if node in found or node in own:
-                continue
-            if node.op != "call_function":
-                raise NotImplementedError
-            found.add(node)
-            queue.extend(node.all_input_nodes)
+        found = made_of(out, own)
+        if any(node.op != "call_function" for node in found):
+            raise NotImplementedError
         known[key] = _Answer(own, tuple(sorted(found, key=order.__getitem__)), out)
     return known

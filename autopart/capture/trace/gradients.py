@@ -14,6 +14,7 @@ from torch import fx
 from torch._guards import detect_fake_mode
 from torch.utils import _pytree as pytree
 
+from autopart.capture.python.reads.questions import made_of
 from autopart.capture.source_location import user_line_of_text
 from autopart.capture.trace.equal_calls import call_key, tensor_kind
 from autopart.capture.trace.export import JVP_FIX
@@ -42,7 +43,7 @@ def gradient_nodes(module: fx.GraphModule, trainable: set[str], loss: fx.Node) -
                 known[key] = result
             if any(t.requires_grad for t in _tensors(env.get(node))):
                 needs.add(node.name)
-    return _reaching(loss, needs)
+    return {node.name for node in made_of([loss], {node for node in nodes if node.name not in needs})}
 
 
 def _leaf(value: torch.Tensor, trainable: bool) -> torch.Tensor:
@@ -80,18 +81,6 @@ def _call(node: fx.Node, env: dict[fx.Node, Any]) -> Any:
 
 def _tensors(result: Any) -> Iterator[torch.Tensor]:
     return (t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor))
-
-
-def _reaching(loss: fx.Node, needs: set[str]) -> set[str]:
-    found: set[str] = set()
-    queue = [loss]
-    while queue:
-        node = queue.pop()
-        if node.name in found or node.name not in needs:
-            continue
-        found.add(node.name)
-        queue.extend(node.all_input_nodes)
-    return found
 
 
 def require_something_to_train(graph: Graph) -> None:

@@ -19,9 +19,12 @@ import torch
 from autopart.capture.python.habits.habits import HABITS
 from autopart.capture.python.reads import host_reads
 from autopart.capture.python.watch.observed import Observer
-from autopart.capture.trace.composite_ops import kept_whole, known_composite_ops
+from autopart.passes.ops.table import has_row, op_name
 
 _PRIVATE = "2.11 to 2.13"
+_composite: dict[frozenset[str], set[Any]] = {}
+"""torch's list of composite ops, which it takes long to make, by the composite ops that are registered: a library may
+register more at any time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,26 @@ def _bf16_supported(original: Callable[..., bool], *args: Any) -> bool:
     return not torch.cuda.is_available() or original(*args)
 
 
-_COMPOSITE = "torch prepares all of its composite ops for each decomposition, half of the capture of a small model"
+def _known_composite_ops(original: Callable[[], set[Any]]) -> set[Any]:
+    """Return those of torch's composite ops that stay whole: those that the table of ops knows.
+
+    Others become what they are made of: an alias (`torch.concat`) the op that it stands for.  Two kinds stay whole
+    without a row: ops of linear algebra, whose parts return errors as numbers that nothing in the graph would read, and
+    random ops, which are called by key and whose parts fill tensors that their backward reads.
+    """
+    registered = frozenset(torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd"))
+    if registered not in _composite:
+        _composite.clear()
+        _composite[registered] = set(original())
+    return {op for op in _composite[registered] if _stays_whole(op)}
+
+
+def _stays_whole(op: Any) -> bool:
+    name = str(op)
+    return has_row(name) or torch.Tag.nondeterministic_seeded in op.tags or op_name(name).startswith("linalg_")
+
+
+_COMPOSITE = "composite ops that the table does not know are taken apart"
 _ASKED = "questions about the numbers of the batch are answered"
 _NO_CUDA = "torch would switch off autocast for CUDA without a device; tracing needs only its rules"
 PATCHES = (
@@ -58,8 +80,7 @@ PATCHES = (
     Patch("(classes that forward() reaches).__getattribute__", Observer.read, "what forward() reads is compared later"),
     Patch("(classes that forward() reaches).__setattr__", Observer.write, "what forward() changes is refused"),
     Patch("torch.export._trace.print", lambda *_, **__: None, "export prints a half-made graph", _PRIVATE),
-    Patch("torch.export.exported_program._collect_all_valid_cia_ops", known_composite_ops, _COMPOSITE, _PRIVATE),
-    Patch("torch.export.exported_program._override_composite_implicit_decomp", kept_whole, _COMPOSITE, _PRIVATE),
+    Patch("torch.export.exported_program._collect_all_valid_cia_ops", _known_composite_ops, _COMPOSITE, _PRIVATE),
     Patch("torch.cuda.amp.common.amp_definitely_not_available", lambda original: False, _NO_CUDA, _PRIVATE),
     Patch("torch.cuda.is_bf16_supported", _bf16_supported, _NO_CUDA),
 )

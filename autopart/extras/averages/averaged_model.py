@@ -52,7 +52,10 @@ class _Kept(nn.Module):
 
 @short_tracebacks
 class AveragedModel(Listener):
-    """Averages of a pipe's weights, with the interface of `torch.optim.swa_utils.AveragedModel`.
+    """Averages of a pipe's weights: updated and called as `torch.optim.swa_utils.AveragedModel`, but no module.
+
+    In place of its `module`, `parameters` and `state_dict`, `with averaged.applied():` puts averages into the pipe, and
+    `pipe.state_dict()` returns them there.
 
         averaged = autopart.AveragedModel(pipe, multi_avg_fn=get_ema_multi_avg_fn(0.999))
         ...; optimizer.step(); averaged.update_parameters()

@@ -5,14 +5,14 @@ Nothing changes before all of it has been read and checked on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from autopart.capture.trained import Trained
-from autopart.files.checkpoints.document import COMPANION, MASTER, OPTIMIZER, OptimizerState
+from autopart.files.checkpoints.document import COMPANION, MASTER, OPTIMIZER, OptimizerState, key_parts
 from autopart.files.checkpoints.stored import Stored
 from autopart.files.checkpoints.tensor_files import StoredTensor, converts
 from autopart.files.reading import listed
@@ -26,12 +26,19 @@ class Wanted:
     """What a rank wants to read.
 
     like: tensors of the model that it loads, by name.  known: every name of the model.  driven: names of the parameters
-    of its optimizers, by identity.  trained: the model, whose modules may have extra state."""
+    of its optimizers, by identity.  trained: the model, whose modules may have extra state.  cut: returns the piece of
+    a whole tensor that it keeps, by name."""
 
     like: Mapping[str, torch.Tensor]
     known: frozenset[str]
     driven: Mapping[int, str]
     trained: Trained
+    cut: Callable[[str, torch.Tensor], torch.Tensor]
+
+    def piece(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what it keeps of a tensor that was saved for this parameter or buffer, with memory of its own."""
+        own = self.cut(name, tensor) if tensor.dim() else tensor
+        return own if own is tensor else own.clone()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,21 +80,19 @@ def staged(
         for key in (saved.tensors[name] if saved else ())
     ]  # fmt: skip
     for key in stored.more.by_name:
-        kind, _, rest = key.partition("/")
-        title, _, name = rest.partition("/")
+        kind, title, name = key_parts(key)
         mine = title in set(companions) and (name in wanted.like or name in driven)
         if kind == COMPANION and (mine or title == EXTRA_STATE):
             keys.append(key)
     earlier = {n: key_of(n) for n in wanted.trained.stateful() if key_of(n) in stored.weights.by_name}
     stored.check([*wanted.like, *earlier.values()], keys)
-    weights = {name: stored.weights.read(name) for name in wanted.like}
+    weights = {name: wanted.piece(name, stored.weights.read(name)) for name in wanted.like}
     result = Staged(weights, {}, options, {}, {}, {})
     for key in keys:
-        tensor = stored.more.read(key)
-        kind, _, rest = key.partition("/")
-        title, _, name = rest.partition("/")
+        kind, title, name = key_parts(key)
+        tensor = wanted.piece(name, stored.more.read(key))
         if kind == MASTER:
-            result.masters[rest] = tensor
+            result.masters[name] = tensor
         elif kind == OPTIMIZER:
             result.state[name, title] = tensor
         else:

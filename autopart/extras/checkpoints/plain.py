@@ -56,7 +56,7 @@ def load_into(
         document = read_document(path)
         saved = document.optimizer
         sources = matched([groups_of(optimizers, names)], saved) if optimizers and saved is not None else ()
-        wanted = Wanted(own, frozenset(own), names, trained)
+        wanted = Wanted(own, frozenset(own), names, trained, lambda _, whole: whole)
         found = staged(opened(path, document), wanted, optimizers, sources, ())
         return document, found, saved_schedulers(document, schedulers, optimizers, sources)
 

@@ -126,6 +126,8 @@ class Rescue(Listener):
         """Return why the present state is not that after a complete step, or ""."""
         if len(_following) > 1:
             return "it trains several pipes, which may have made different numbers of steps"
+        if session.standing.context.placement.cuts:
+            return "a rank that was lost had pieces of parameters that no other rank has"
         if not kept.optimizers:
             return "no optimizer was passed to load or save"
         if doing == "save":

@@ -34,7 +34,7 @@ from autopart.session.ranks.agreement import from_rank, together
 from autopart.session.ranks.listener import Listener
 from autopart.session.session import Session
 from autopart.state.around import Around, Told, document_of, require_scaler
-from autopart.state.contents import Contents, contents_of, driven_names, own_state
+from autopart.state.contents import Contents, contents_of, driven_names, joined_pieces, own_state
 from autopart.state.extra_state import counting_here, give_extra_state, saved_extra_state, warn_of_unsaved
 from autopart.state.optimizers import Optimizers, groups_of, matched
 from autopart.state.schedulers import saved_schedulers
@@ -74,6 +74,7 @@ class Saver(Listener):
                 warn_of_unsaved(session.captures.trained)
             contents.more.update(tensors)
             mine = Told.of(contents.optimizer, around, request.extra, states)
+        contents = joined_pieces(session, contents)
         document = document_of(session, world.gather_objects(mine), around.step)
         folder = from_rank(world, 0, _SAVING, partial(self._begin, request.folder, around.step))
         draft = Draft(folder, document, world.rank)
@@ -186,9 +187,9 @@ class Saver(Listener):
         newest = partial(newest_at, folder, own, missing_ok=missing_ok)
         names = driven_names(session, around.placeholder)
         optimizers = around.optimizers
-        held, owners = session.tensors.held, session.standing.context.placement.owners
-        like = {name: tensor for name, tensor in own.items() if name in held or name not in owners}
-        wanted = Wanted(like, frozenset(own), names, session.captures.trained)
+        held, owner = session.tensors.held, session.standing.context.placement.owner
+        like = {name: tensor for name, tensor in own.items() if name in held or owner(name) is None}
+        wanted = Wanted(like, frozenset(own), names, session.captures.trained, session.tensors.cut)
         while True:
             path, document = from_rank(world, 0, _LOADING, newest)
             if document is None:
@@ -246,6 +247,14 @@ def _written(work: Callable[[], T], draft: Draft) -> T:
 
 def unwritable(folder: Path, error: OSError) -> CheckpointError:
     """Return the error for a checkpoint that the system did not let be written."""
+    file = next((path for path in (folder, *folder.parents) if path.is_file()), None)
+    if file is not None:
+        return CheckpointError(
+            "the checkpoint cannot be written",
+            where=str(folder),
+            why=f"{file} is a file, and a checkpoint is a folder, to which each rank writes its part",
+            fix=f"pass a folder, such as {file.with_suffix('')}, or move that file",
+        )
     return CheckpointError(
         "the checkpoint cannot be written",
         where=str(folder),
@@ -290,7 +299,7 @@ def _adopt(session: Session, like: Mapping[str, torch.Tensor], found: Staged) ->
             value = value_for(target, name, found)
             target.copy_(value)
             if tensor is not target and tensor.device.type != "meta":
-                tensor.copy_(value)
+                session.tensors.cut(name, tensor).copy_(value)
             if name in masters.by_name:
                 masters.by_name[name].copy_(found.masters.get(name, found.weights[name]))
     masters.write()

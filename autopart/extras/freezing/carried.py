@@ -5,10 +5,8 @@ that drives it goes on."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -29,19 +27,6 @@ Key = tuple[str, str]
 """Name of a parameter, and what the optimizer calls a part of its state."""
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """Shape and dtype of a tensor that another rank has."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Its size in bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
 def carrying(session: Session, optimizers: Optimizers, placeholder: nn.Parameter) -> Callable[[RankContext], None]:
     """Check this rank's optimizers, and return what moves its state once the ranks hold what another plan gives them.
 
@@ -49,20 +34,21 @@ def carrying(session: Session, optimizers: Optimizers, placeholder: nn.Parameter
     on all ranks, before anything is changed, for state that has no name, and for optimizers that differ between ranks.
     Bytes sent: of the state of the parameters that move, each from one rank to the ranks that keep it now."""
     world = session.world
+    require_whole(session.standing.context)
     with together(world, _MOVING):
         names = driven_names(session, placeholder)
         try:
             part = part_of(optimizers, names)
         except CheckpointError as error:
             raise _not_carried(error) from error
-    kinds = {key: Kind(tuple(tensor.shape), tensor.dtype) for key, tensor in part.tensors.items()}
+    kinds = {key: torch.empty_like(tensor, device="meta") for key, tensor in part.tensors.items()}
     told = world.gather_objects((part.without_tensors(), kinds))
     try:
         whole = joined([each for each, _ in told])
     except CheckpointError as error:
         raise world.known(_not_carried(error)) from error
     assert whole is not None
-    where: dict[Key, Kind] = {}
+    where: dict[Key, torch.Tensor] = {}
     having: dict[Key, list[int]] = {}
     for rank, (_, own) in enumerate(told):
         for key, kind in own.items():
@@ -70,9 +56,10 @@ def carrying(session: Session, optimizers: Optimizers, placeholder: nn.Parameter
             having.setdefault(key, []).append(rank)
 
     def moved(context: RankContext) -> None:
-        wanting = context.placement.keepers
+        require_whole(context)
+        wanting = {piece.name: ranks for piece, ranks in context.placement.keepers.items()}
         arriving = {
-            key: torch.empty(kind.shape, dtype=kind.dtype, device="cpu" if key[1] == "step" else world.device)
+            key: torch.empty_like(kind, device="cpu" if key[1] == "step" else world.device)
             for key, kind in where.items()
             if world.rank in wanting.get(key[0], ()) and world.rank not in having[key]
         }
@@ -83,6 +70,13 @@ def carrying(session: Session, optimizers: Optimizers, placeholder: nn.Parameter
         _give(optimizers, whole, {**part.tensors, **arriving}, _kept(session, context, optimizers, names), placeholder)
 
     return moved
+
+
+def require_whole(context: RankContext) -> None:
+    """Raise UsageError, on all ranks alike, if the ranks hold a parameter in pieces."""
+    for name in context.placement.cuts:
+        fix = "pipe.save(folder, optimizer), close the pipe, compile the other plan and pipe.load(folder, optimizer)"
+        raise context.world.known(UsageError(f"{name} is held in pieces, whose optimizer state cannot move", fix=fix))
 
 
 def spread(
@@ -116,7 +110,7 @@ def _kept(
         name: parameter
         for _, group in groups_with(optimizers)
         for parameter in group["params"]
-        if (name := names[id(parameter)]) and name not in placement.holders
+        if (name := names[id(parameter)]) and placement.owner(name) is None
     }
     return {name: tensor for name, tensor in {**unused, **kept}.items() if isinstance(tensor, nn.Parameter)}
 

@@ -11,6 +11,7 @@ import torch
 
 from autopart.extras.freezing.carried import spread
 from autopart.ir.graph import Graph
+from autopart.ir.shares import overlap, whole
 from autopart.runtime.group.world import World
 from autopart.runtime.messages.moves import move_tensors
 from autopart.session.placement import Placement, routes
@@ -40,17 +41,17 @@ def moved_bytes(graph: Graph, old: Placement, new: Placement, kept: Sequence[Kep
     sizes = {param.name: param.size_bytes for param in graph.params}
     beside = {name: size for own in kept for name, size in own.beside.items()}
     pairs: Counter[tuple[int, int]] = Counter()
-    for name, source, target in routes(old.owners, old.holders, new.holders):
-        pairs[source, target] += sizes.get(name, 0)
-    for name, source, target in routes(old.owners, old.keepers, new.keepers):
-        pairs[source, target] += beside.get(name, 0)
+    for (piece, needed), source, target in routes(old.owners, old.holders, new.holders):
+        pairs[source, target] += int(sizes.get(piece.name, 0) * overlap(piece, needed))
+    for (piece, needed), source, target in routes(old.owners, old.keepers, new.keepers):
+        pairs[source, target] += int(beside.get(piece.name, 0) * piece.parts * overlap(piece, needed))
     having: dict[str, list[int]] = {}
     state: dict[str, int] = {}
     for rank, own in enumerate(kept):
         for name, size in own.state.items():
             having.setdefault(name, []).append(rank)
             state.setdefault(name, size)
-    for name, source, target in spread(having, {name: new.keepers.get(name, ()) for name in having}, state):
+    for name, source, target in spread(having, {name: new.keepers.get(whole(name), ()) for name in having}, state):
         pairs[source, target] += state[name]
     return dict(pairs)
 

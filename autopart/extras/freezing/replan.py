@@ -127,10 +127,10 @@ def replan(
 
 def _beside(session: Session) -> dict[str, int]:
     """Return the bytes of the master weight and the gradient of each parameter that this rank owns."""
-    owners, tensors = session.standing.context.placement.owners, session.tensors
+    owned, tensors = session.standing.context.placement.owned_by(session.world.rank), session.tensors
     sizes: Counter[str] = Counter()
     for name, tensor in tensors.driven.items():
-        if owners.get(name) == session.world.rank:
+        if name in owned:
             sizes[name] += tensor.nbytes if name in tensors.masters.by_name else 0
             sizes[name] += tensor.grad.nbytes if tensor.grad is not None else 0
     return dict(sizes)

@@ -22,6 +22,15 @@ from autopart.ir.errors import CheckpointError
 NAME = "checkpoint.json"
 MASTER, OPTIMIZER, COMPANION = "master", "optimizer", "companion"
 """What tensors beside the weights are: "master/NAME", "optimizer/KEY/NAME" and "companion/COMPANION/NAME"."""
+
+
+def key_parts(key: str) -> tuple[str, str, str]:
+    """Return what a tensor beside the weights is, its KEY or COMPANION, and its NAME."""
+    kind, _, rest = key.partition("/")
+    title, _, name = rest.partition("/")
+    return (kind, "", rest) if kind == MASTER else (kind, title, name)
+
+
 AVERAGES = "averages"
 """The companion of the first averages of a pipe (`AveragedModel`); later ones have a number behind it."""
 VERSION = 2

@@ -185,9 +185,11 @@ def checkpoint_at(folder: str | os.PathLike[str]) -> Path:
     found = found_at(place)
     if found is None:
         why = "it has no checkpoint.json and no step-... folder with one" if place.is_dir() else "it does not exist"
-        raise CheckpointError(
-            f"{place} holds no checkpoint", why=why, fix="pass the folder that was given to pipe.save"
-        )
+        fix = "pass the folder that was given to pipe.save"
+        if place.exists() and not place.is_dir():
+            why = "it is a file, and a checkpoint is a folder, to which each rank writes its part"
+            fix += "; a state of torch.save goes to pipe.load_state_dict(torch.load(file)), the same on every rank"
+        raise CheckpointError(f"{place} holds no checkpoint", why=why, fix=fix)
     return found
 
 

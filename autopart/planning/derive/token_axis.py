@@ -21,6 +21,7 @@ from autopart.batch.batch import Batch
 from autopart.capture.cache import CaptureCache
 from autopart.capture.capture import Captured
 from autopart.capture.python.reads.masks import with_masks
+from autopart.capture.python.reads.questions import made_of
 from autopart.ir.errors import CaptureError, RefusedError, UsageError
 from autopart.ir.size import Size
 from autopart.passes.tokens.analysis import analyse
@@ -172,7 +173,8 @@ class Probed:
     def of(self, value: str) -> np.ndarray | None:
         """Return the numbers of a value that depends on constants only; None if one is on the meta device."""
         wanted = self._nodes[value]
-        for node in self._needed(wanted):
+        needed = made_of([wanted], self._known)
+        for node in (node for node in self._captured.module.graph.nodes if node in needed):
             try:
                 self._known[node] = self._run(node)
             except _NoNumbers:
@@ -222,16 +224,6 @@ class Probed:
         except Exception:  # of the op, which does not take a slice
             return False
         return True
-
-    def _needed(self, wanted: fx.Node) -> list[fx.Node]:
-        """Return the nodes that have to be computed, in order."""
-        needed, todo = set(), [wanted]
-        while todo:
-            node = todo.pop()
-            if node not in needed and node not in self._known:
-                needed.add(node)
-                todo.extend(node.all_input_nodes)
-        return [node for node in self._captured.module.graph.nodes if node in needed]
 
     def _run(self, node: fx.Node) -> Any:
         if node.op != "call_function":

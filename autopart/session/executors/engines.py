@@ -68,7 +68,7 @@ class Engines:
         if micros not in self._made:
             program = self.program(micros)
             if not self._made:
-                open_statistics(self._world, self._decision, self._synced)
+                open_statistics(self._world, self._decision, self._code.rewrites)
                 self._runners = {stage: self._runner(program, stage, steady=steady) for stage in self._stages}
             player = self._player(program, self._runners, Mailbox, self._sums(program), self._context.values)
             self._made[micros] = Engine(self._world, player)
@@ -101,8 +101,8 @@ class Engines:
         return Player(self._world, program, runners, code.specs, ops, loss, messages, sums, values)
 
     def _sums(self, program: Program) -> dict[int, ReplicaSums]:
-        owners, held = self._context.values.owners, self._context.placement.tied
-        kept = {stage: replicated_of(self._graph, self._decision, stage, owners, held) for stage in self._stages}
+        owners, placement = self._context.values.owners, self._context.placement
+        kept = {stage: replicated_of(self._graph, self._decision, stage, owners, placement) for stage in self._stages}
         return open_sums(self._world, program, kept)
 
     def _runner(self, program: Program, stage: int, *, steady: frozenset[str]) -> StageRunner:

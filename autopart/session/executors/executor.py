@@ -25,14 +25,9 @@ from autopart.session.executors.engines import Engines
 from autopart.session.executors.preparation import Preparation
 from autopart.session.executors.step_end import StepEnd, StepEnds
 from autopart.session.step.batch_counts import weighted_loss
-from autopart.session.step.loss_shares import (
-    idle_by_slot,
-    is_uneven,
-)
-from autopart.session.step.parts import (
-    inputs_of,
-)
-from autopart.session.step.synced import statistics_of, synced_stages
+from autopart.session.step.loss_shares import idle_by_slot, is_uneven
+from autopart.session.step.parts import inputs_of
+from autopart.session.step.synced import rewrites_of, synced_stages
 from autopart.stagecode.compilers import EAGER
 from autopart.stagecode.stage_code import StageCode
 
@@ -61,9 +56,10 @@ class Executor:
         self._stages = {stage: decision.stages[stage] for stage in decision.stages_of_rank(rank)}
         synced = context.options.sync_batchnorm and self._train
         stages = synced_stages(self._world, self._graph, decision) if synced else ()
+        rewrites = rewrites_of(self._world, self._graph, decision, context.placement, stages)
         self._code = StageCode(
-            context.captures, decision, context.tensors, self._world.device, context.values.owners,
-            statistics_of(self._world, decision, stages), backend=context.options.backend if self._train else EAGER,
+            context.captures, decision, context.tensors, self._world.device, context.values.owners, rewrites,
+            backend=context.options.backend if self._train else EAGER,
         )  # fmt: skip
         self.preparation = Preparation(mode, context, planned, decision, self._code, rule, synced=bool(stages))
         self._engines = Engines(mode, context, self._graph, decision, self._code, stages)
@@ -144,11 +140,8 @@ class Executor:
 
         key: of random numbers, (seed, step).  scale: of the loss.  shards, before: as for `Preparation.agree`.
         """
-        rows, shares, rule = (
-            self.preparation.rows_of(batch, shards, before),
-            self.preparation.shares,
-            self.preparation.rule,
-        )
+        rows = self.preparation.rows_of(batch, shards, before)
+        shares, rule = self.preparation.shares, self.preparation.rule
         sharded = bool(shards)
         inputs = self._inputs(batch, rows, sharded=sharded) if 0 in self._stages else ()
         own = {

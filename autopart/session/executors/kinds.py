@@ -30,9 +30,9 @@ _APART = "parts of several rows, each on one replica"
 _KEEP = 32  # kinds of batches whose executor is kept
 
 
-def largest_part(batch: Batch, mode: str, decision: Decision, shards: Sequence[int] = ()) -> Size:
+def largest_part(batch: Batch, mode: str, decision: Decision) -> Size:
     """Return the size of the largest part of this batch that is run at once.  decision: of the training plan."""
-    return Size(max(micro_rows(batch, shards, decision) if mode == "step" else evaluated_rows(mode, batch, decision)))
+    return Size(max(micro_rows(batch, (), decision) if mode == "step" else evaluated_rows(mode, batch, decision)))
 
 
 def new_executor(

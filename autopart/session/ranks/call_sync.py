@@ -66,12 +66,13 @@ class _Own(NamedTuple):
 class Calls:
     """The collective calls of one rank, numbered, and whether one of them has failed.
 
-    listeners: what hears of them, alike on every rank."""
+    listeners: what hears of them, alike on every rank.  under_way: whether a call runs now."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._count = 0
         self._failure = ""
+        self.under_way = False
         self.listeners: list[Listener] = []
 
     def enter(
@@ -169,6 +170,7 @@ class Calls:
         """Tell all ranks, within a second, of an error of the body that not all of them raise alike, and end what they
         wait for.  Raises the error that came first, on whichever rank; RunError if a call has failed before."""
         self.require_healthy()
+        outer, self.under_way = self.under_way, True
         try:
             yield
         except BaseException as error:
@@ -180,6 +182,8 @@ class Calls:
             if first is error:
                 raise
             raise first from None  # the broken connection only follows from it
+        finally:
+            self.under_way = outer
 
     @contextmanager
     def running(self, doing: str) -> Iterator[None]:

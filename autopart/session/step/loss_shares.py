@@ -14,7 +14,7 @@ from autopart.ir.graph import Graph, LossReduction
 from autopart.ir.shares import Division
 from autopart.passes.loss.terms import without_weight
 
-Piece = tuple[int, int, int]
+RowPiece = tuple[int, int, int]
 """Rows that stay together: the micro-batch, its first row and the row behind the last."""
 Share = tuple[float, ...]
 """The share of a replica's loss in the whole loss, then the number of each adjusted value (`LossReduction`)."""
@@ -38,9 +38,9 @@ def whole_shares(shares: Shares) -> list[float] | None:
 
 
 @lru_cache(maxsize=256)
-def pieces_of(micro_rows: tuple[int, ...], divisions: tuple[Division, ...]) -> tuple[Piece, ...]:
+def pieces_of(micro_rows: tuple[int, ...], divisions: tuple[Division, ...]) -> tuple[RowPiece, ...]:
     """Return the pieces of a batch under these divisions, in the order of its rows.  O(micro-batches * replicas)."""
-    found: list[Piece] = []
+    found: list[RowPiece] = []
     for micro, rows in enumerate(micro_rows):
         cuts = {0, *(window.end for each in divisions for window in each.windows(micro, rows))}
         found.extend((micro, first, end) for first, end in pairwise(sorted(cuts)))
@@ -118,7 +118,7 @@ def loss_shares(
     }
 
 
-def _amounts(weight: LossReduction, pieces: Sequence[Piece], counted: Sequence[float]) -> list[float]:
+def _amounts(weight: LossReduction, pieces: Sequence[RowPiece], counted: Sequence[float]) -> list[float]:
     """Return the amounts that shares of pieces are proportional to; equal ones if the whole batch counts 0, which gives
     the result of one process: 0/0, or the 0 of a clamp."""
     amounts = [float(end - first) for _, first, end in pieces] if weight.value is None else list(counted)

@@ -149,12 +149,12 @@ def require_buffers_in_order(program: Program, decision: Decision, graph: Graph)
 
 
 def replicated_of(
-    graph: Graph, decision: Decision, stage: int, owners: Mapping[str, int], held: Mapping[str, Collection[int]]
+    graph: Graph, decision: Decision, stage: int, owners: Mapping[str, int], placement: Placement
 ) -> Replicated:
     """Return what the replicas of a stage keep equal, without parameters that other stages use too: these are summed
-    over all their ranks at once.  owners: of this rank's parameters (`Replicated.owners`).  held: as for `tied`."""
-    chosen, apart = set(decision.stages[stage].ops), {name for name, _ in tied(decision, graph, held)}
-    trained = {param.name for param in graph.params if param.trainable} - apart
+    over all their ranks at once.  Pieces are not summed.  owners: of this rank's parameters (`Replicated.owners`)."""
+    chosen, apart = set(decision.stages[stage].ops), {name for name, _ in tied(decision, graph, placement.tied)}
+    trained = {param.name for param in graph.params if param.trainable} - apart - placement.cuts.keys()
     released: dict[str, None] = {}  # by first use: a gradient is complete after the backward of that op
     sparse: set[str] = set()
     dense: set[str] = set()  # the sum of a dense and a sparse gradient is dense

@@ -1,23 +1,28 @@
-"""Stages whose replicas share batch statistics (`sync_batchnorm`)."""
+"""Stages whose ranks compute together: replicas that share batch statistics (`sync_batchnorm`), ranks with pieces of
+parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from autopart.ir.errors import BatchError, RefusedError, UsageError
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision
 from autopart.ir.shares import parts
 from autopart.runtime.group.world import World
-from autopart.runtime.stages.batch_statistics import KNOWN, PURPOSE, BatchStatistics
+from autopart.runtime.stages.batch_statistics import KNOWN, PURPOSE, BatchStatistics, share_statistics
+from autopart.runtime.stages.stage_module import StageModule
+from autopart.session.lists import SHARDINGS
+from autopart.session.placement import Placement, placement_of
 from autopart.session.step.loss_shares import Shares
 
 
 def synced_stages(world: World, graph: Graph, decision: Decision) -> tuple[int, ...]:
     """Return the stages with replicas that divide micro-batches and normalize by batch statistics.
 
-    Raises RefusedError for statistics that cannot be shared (replicas in turn, token slices, other ops), and UsageError
-    over NCCL.
+    Raises RefusedError for statistics that cannot be shared (replicas in turn, token slices, other ops).
     """
     taking = {op.name: op for op in graph.ops if "batch_norm" in op.target and ("training", True) in op.attrs}
     found = [n for n, stage in enumerate(decision.stages) if len(stage.ranks) > 1 and taking.keys() & set(stage.ops)]
@@ -34,12 +39,6 @@ def synced_stages(world: World, graph: Graph, decision: Decision) -> tuple[int, 
             why="those of a slice are not those of the micro-batch",
             fix="plan without slices, or with replicas=1",
         )
-    if found and world.carrier is not None:
-        raise UsageError(
-            "sync_batchnorm does not run over NCCL yet",
-            why="its sums stand inside of computes, for which the order of communicators is not proven",
-            fix='use transport="gloo", or sync_batchnorm=False',
-        )
     for op in taking.values() if found else ():
         if op.target not in KNOWN:
             raise RefusedError(
@@ -50,14 +49,39 @@ def synced_stages(world: World, graph: Graph, decision: Decision) -> tuple[int, 
     return tuple(found)
 
 
-def statistics_of(world: World, decision: Decision, stages: Sequence[int]) -> dict[int, BatchStatistics]:
-    """Return the shared batch statistics of those of these stages that run on this rank."""
-    ranks = {stage: decision.stages[stage].ranks for stage in stages}
-    return {stage: BatchStatistics(world, own) for stage, own in ranks.items() if world.rank in own}
+def rewrites_of(
+    world: World, graph: Graph, decision: Decision, placement: Placement, synced: Sequence[int]
+) -> dict[int, list[Callable[[StageModule], None]]]:
+    """Return what changes the code of each stage whose ranks compute together.
+
+    synced: the stages that share batch statistics; others divide parameters.  Raises UsageError over NCCL, and
+    RefusedError for ranks that do not hold the pieces that they would compute with."""
+    found: dict[int, list[Callable[[StageModule], None]]] = defaultdict(list)
+    needed = placement_of(graph, decision)
+    for name in {**placement.cuts, **needed.cuts}:
+        if needed.owner(name) is not None and needed.pieces(name) != placement.pieces(name):
+            raise RefusedError(
+                f"{name} is held in pieces, and would be used by a rank without those of others",
+                why="evaluation and predictions run on the first rank of a stage",
+                fix="call the model itself inside `with pipe.full_parameters():`",
+            )
+    for number, stage in enumerate(decision.stages):
+        dividing = [each for each in SHARDINGS if each.axes(graph, stage)]
+        if dividing:
+            found[number] += [partial(each.rewrite, world=world, ranks=stage.ranks) for each in dividing]
+        if number in synced:
+            found[number].append(partial(share_statistics, statistics=BatchStatistics(world, stage.ranks)))
+    if found and world.carrier is not None:
+        raise UsageError(
+            f"{'sync_batchnorm' if synced else 'a sharded parameter'} does not run over NCCL yet",
+            why="its sums stand inside of computes, for which the order of communicators is not proven",
+            fix='use transport="gloo"' + ", or sync_batchnorm=False" * bool(synced),
+        )
+    return found
 
 
-def open_statistics(world: World, decision: Decision, stages: Sequence[int]) -> None:
-    """Make the process groups in which replicas sum statistics.  Collective."""
+def open_statistics(world: World, decision: Decision, stages: Iterable[int]) -> None:
+    """Make the process groups in which the ranks of these stages compute together.  Collective."""
     for stage in stages:
         world.group(decision.stages[stage].ranks, purpose=PURPOSE)
 

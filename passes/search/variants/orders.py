@@ -26,6 +26,7 @@ from autopart.passes.program.schedules import find, takes_slices
 from autopart.passes.search.candidate import Candidate
 from autopart.passes.search.evaluation import Evaluation, Search
 from autopart.passes.search.refinement import actions_of
+from autopart.passes.search.search import with_even_cuts
 from autopart.passes.search.space import ORDERS, PER_RANK, PlanRequest, SearchSpace, is_other
 from autopart.passes.search.variants.even_cuts import even_bounds, levelled, shortest_bounds
 from autopart.passes.search.variants.searched import Ordered, listed_ways, with_order
@@ -164,14 +165,16 @@ def _space_of(candidate: Candidate, found: Evaluation, fine: SearchSpace) -> Sea
 
 
 def _under(way: Way, found: Evaluation, fine: SearchSpace) -> Iterator[Candidate]:
-    """Yield the plan under another order; with several stages a rank once for each kind of cuts."""
+    """Yield the plan under another order, also with even cuts: its own may suit the waits of 1F1B alone; with several
+    stages a rank once for each kind of cuts."""
     plan = found.candidate
     slices = plan.token_slices or fine.request.fixed_slices
     if slices and (way.schedule == SEARCHED or not takes_slices(find(way.schedule))):
         return
     plan = _placed(way, found)
     if way.per_rank == 1:
-        yield plan
+        even = with_even_cuts(plan, found.space)
+        yield from (plan,) if even is None else (plan, even)
         return
     stages, rows = plan.stages, max(plan.micro_rows)
     if stages > fine.chain.n or len(set(plan.widths)) > 1:

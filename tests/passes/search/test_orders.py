@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
+from typing import Any
 
 import pytest
-from support.languages.graphs import cluster, layers, plan_of
+from support.languages.graphs import cluster, graph, layers, plan_of
 
 from autopart.ir.errors import UsageError
 from autopart.ir.graph import Graph
@@ -64,6 +66,17 @@ def test_auto_takes_another_order_where_it_is_worth_it_and_says_what_others_woul
     assert plan.outlook.optimality.lower_bound <= plan.step_ns
     kept = plan_of(g, c, micros=4, replicas=1, orders=False)
     assert kept.schedule in ("1f1b", "1f1b-deep", "gpipe")
+
+
+def test_an_order_is_no_slower_than_with_even_cuts_which_1f1b_alone_may_not_like() -> None:
+    text = "; ".join(f"v{i}:{1 + i * i % 7}000000 #64 @l.{i} +w{i} <- {f'v{i - 1}' if i else 'x'}" for i in range(40))
+    g = graph(text)
+    g = replace(g, ops=tuple(replace(op, cost=replace(op.cost, weight_ns=op.cost.bwd_ns // 2)) for op in g.ops))
+    done = list(accumulate(op.cost.fwd_ns for op in g.ops))
+    ends = [min(range(40), key=lambda i: abs(done[i] - done[-1] * part / 8)) for part in range(1, 8)]
+    asked: dict[str, Any] = {"micros": 6, "replicas": 1, "stages": 8, "schedule": "zb-h2"}
+    even = plan_of(g, cluster(8), cuts=tuple(f"l.{end + 1}" for end in ends), **asked)
+    assert proven(plan_of(g, cluster(8), **asked), g).step_ns <= even.step_ns
 
 
 def test_auto_keeps_whole_backwards_where_computes_are_short() -> None:

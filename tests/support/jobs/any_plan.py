@@ -25,7 +25,6 @@ from autopart.passes.program.orders import placed
 from autopart.passes.program.schedules import register
 from autopart.passes.program.verify import check_program
 from autopart.pipe.pipe import Pipe
-from support.jobs.statistics_jobs import PICTURES
 from support.jobs.step_jobs import EVERY, compiled
 from support.languages.own_orders import OWN, drawn_order, registered
 from support.languages.setups import DRAWN, Setup
@@ -55,7 +54,7 @@ def case_of(name: str) -> Any:
         return Small(lambda: Random(steps), batch_of)
     if name in _DECODERS:
         return decoder(_DECODERS[name])
-    return PICTURES if name == "pictures" else EVERY[name]
+    return EVERY[name]
 
 
 def model_of(setup: Setup) -> nn.Module:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopart
+from autopart.state.torch_calls import CALLS
 from support.jobs.step_jobs import cluster, refusal_of
 from support.models import misleading_models
 from support.models.loss_models import LOSSES
@@ -88,6 +89,29 @@ def other_batches() -> list[int]:
                 pipe.step(other if pipe.rank == 1 else ROWS)
         counts.append(sum("ranks 0 and 1 were given different batches" in str(each.message) for each in found))
     return counts
+
+
+def noticed() -> tuple[list[str], list[str], bool]:
+    """Return what is told of calls of torch on the model of an open pipe, what is told where the values are there, and
+    whether torch is as before afterwards."""
+    before = [getattr(home, name) for home, name, _ in CALLS]
+    with opened(Net()) as pipe:
+        model = pipe.model
+        with warnings.catch_warnings(record=True) as none:
+            warnings.simplefilter("always")
+            model.state_dict()  # no step was taken
+            train(pipe, 1)
+            pipe.state_dict()
+            pipe.sync_model()
+            model.state_dict()
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            train(pipe, 1)
+            for _ in range(2):
+                model.state_dict()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    told = [[str(each.message) for each in seen if each.filename == __file__] for seen in (found, none)]
+    return told[0], told[1], before == [getattr(home, name) for home, name, _ in CALLS]
 
 
 def train(pipe: autopart.Pipe, steps: int) -> list[float]:

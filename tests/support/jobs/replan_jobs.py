@@ -12,7 +12,7 @@ from torch import nn
 import autopart
 from autopart.extras.freezing import carried
 from autopart.extras.freezing.replan import Replanned
-from autopart.runtime import moves
+from autopart.runtime.messages import moves
 from autopart.session import placement
 from support.jobs.step_jobs import refusal_of
 

@@ -32,6 +32,14 @@ ALL = {**SMALL, **PEERS}
 EVERY: dict[str, Small | Case] = {**ALL, **CASES, **CAUSAL, **REFUSED}
 
 
+Counts = tuple[int, ...]
+
+
+def replica_options(counts: Counts, micros: int, **options: Any) -> dict[str, Any]:
+    """Return the options for `counts` replicas of each stage."""
+    return {"stages": len(counts), "replicas": counts, "micro_batches": micros, "schedule": "1f1b", **options}
+
+
 def cluster() -> str:
     """Return the name of a CPU cluster with all ranks of the pool."""
     torch.set_num_threads(1)

@@ -230,6 +230,23 @@ class NormedStack(nn.Module):
         return self.body(torch.relu(self.first(x)))
 
 
+class Pictures(nn.Module):
+    """A model of batch norms over images, which accepts single rows; with a branch and a norm without running
+    statistics.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Conv2d(3, 3, 3, padding=1) for _ in range(3))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(3, track_running_stats=place != 1) for place in range(3))
+        self.last = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.norms[0](self.first(x)))
+        x = x + self.norms[1](self.second(x)) * torch.sigmoid(self.norms[2](self.third(x)))
+        return self.last(x.mean((2, 3)))
+
+
 def summed(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.mse_loss(output, target, reduction="sum")
 
@@ -257,5 +274,6 @@ PEERS = {
     "checkpointed": Small(Checkpointed, **pair()),
     "dropped": Small(Dropped, **pair()),
     "batch_norm": Small(NormedStack, **pair(width=3), coupled=True),
+    "pictures": Small(Pictures, lambda n: (floats(n, 3, 4, 4), floats(n, 2, seed=9)), mse, coupled=True),
     "linear": Small(lambda: nn.Sequential(linear(WIDTH, WIDTH), nn.ReLU(), linear(WIDTH, WIDTH)), **pair()),
 }

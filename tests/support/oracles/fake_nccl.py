@@ -125,10 +125,10 @@ class FakeCarrier:
         self._under_way: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
     def open_pair(self, low: int, high: int) -> None:
-        """Exchange a byte in both directions, as the NCCL transport does."""
-        if self._rank not in (low, high):
-            return
+        """Exchange a byte in both directions, once, as the NCCL transport does."""
         peer = low + high - self._rank
+        if self._rank not in (low, high) or peer in self._pairs:
+            return
         self._pairs.add(peer)
         one, other = torch.zeros(1, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
         self._post(peer, [(True, peer, "hello", one), (False, peer, "hello", other)])

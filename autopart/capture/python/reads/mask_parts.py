@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopart.capture.python.reads.questions import made_of
+
 _aten = torch.ops.aten
 HIDES = -1e30
 """A number that hides a key if it is added to a score, whatever the score: exp() of the sum is zero."""
@@ -42,22 +44,21 @@ class MaskPart:
 
 def parts_of(part: MaskPart, written: Written) -> Iterator[MaskPart]:
     """Yield the masks, broadcast against each other, that together hide what a mask hides; itself if it has none."""
-    node = whole(part.node, written)
-    split = _split(MaskPart(node, part.hides), written)
-    if split is None:
-        yield MaskPart(node, part.hides)
-    for each in split or ():
-        yield from parts_of(each, written)
+    return _taken_apart(part, lambda node: whole(node, written), written)
 
 
 def sources_of(part: MaskPart, ask: Ask, written: Written) -> Iterator[MaskPart]:
     """Yield the smallest tensors that show every key if, and only if, a mask does; their shapes say nothing."""
-    node = _source(part.node, ask, written)
-    split = _split(MaskPart(node, part.hides), written)
+    return _taken_apart(part, lambda node: _source(node, ask, written), written)
+
+
+def _taken_apart(part: MaskPart, seen: Callable[[fx.Node], fx.Node], written: Written) -> Iterator[MaskPart]:
+    part = MaskPart(seen(part.node), part.hides)
+    split = _split(part, written)
     if split is None:
-        yield MaskPart(node, part.hides)
+        yield part
     for each in split or ():
-        yield from sources_of(each, ask, written)
+        yield from _taken_apart(each, seen, written)
 
 
 def bias_and_condition(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
@@ -187,12 +188,4 @@ def shape(node: fx.Node) -> tuple[int, ...]:
 
 def is_constant(node: fx.Node) -> bool:
     """Return whether a node depends on no input and no parameter."""
-    seen, todo = set(), [node]
-    while todo:
-        node = todo.pop()
-        if node.op == "placeholder":
-            return False
-        if node not in seen:
-            seen.add(node)
-            todo.extend(node.all_input_nodes)
-    return True
+    return all(source.op != "placeholder" for source in made_of([node]))

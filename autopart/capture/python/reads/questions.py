@@ -9,7 +9,7 @@ micro-batches follow those answers.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -234,6 +234,17 @@ class Origins:
 
     def _number(self, node: fx.Node) -> int:
         return self._numbers.setdefault(node, len(self._numbers))
+
+
+def made_of(nodes: Iterable[fx.Node], given: Container[fx.Node] = ()) -> set[fx.Node]:
+    """Return these nodes and all that they are made of, but for what is given and what only that is made of."""
+    found, todo = set[fx.Node](), list(nodes)
+    while todo:
+        node = todo.pop()
+        if node not in found and node not in given:
+            found.add(node)
+            todo.extend(node.all_input_nodes)
+    return found
 
 
 def _memory(node: fx.Node) -> set[int]:

@@ -101,9 +101,11 @@ def merge_devices(devices: Sequence[Device]) -> tuple[Device, ...]:
 
     def merged(group: list[Device]) -> Device:
         names = [name for name, _ in group[0].rates if all(name in dict(d.rates) for d in group)]
+        least = min(group, key=lambda d: d.memory_bytes)
         return replace(
             group[0],
-            memory_bytes=min(d.memory_bytes for d in group),
+            memory_bytes=least.memory_bytes,
+            reserve_bytes=least.reserve_bytes,
             flops_per_s=middle(d.flops_per_s for d in group),
             mem_bytes_per_s=middle(d.mem_bytes_per_s for d in group),
             rates=tuple((name, middle(d.rate(name) for d in group)) for name in names),
@@ -130,7 +132,8 @@ def measure_device(device: torch.device, local: int) -> Device:
     else:
         name, memory = _cpu_name(), this_host().memory_bytes // local
     name = "".join(letter for letter in name if letter.isprintable())[:100]
-    return Device(device.type, memory, rates["float32"], rounded(bandwidth), name, tuple(rates.items()))
+    found = Device(device.type, memory, rates["float32"], rounded(bandwidth), name, tuple(rates.items()))
+    return replace(found, reserve_bytes=kind.reserve(memory))
 
 
 def _matmul_rate(device: torch.device, dtype: str) -> int:

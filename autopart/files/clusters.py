@@ -31,7 +31,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
@@ -75,9 +75,14 @@ class Host:
     def device(self, kind: str, local: int) -> Device:
         """Return the defaults of one of `local` devices that share this host."""
         if own := DEVICE_KINDS[kind].own:
-            return Device(kind, *own)
+            return _reserved(Device(kind, *own))
         flops = max(1, self.cores // local) * CPU_FLOPS_PER_CORE
-        return Device(kind, max(1, self.memory_bytes // local), int(flops), CPU_BANDWIDTH)
+        return _reserved(Device(kind, max(1, self.memory_bytes // local), int(flops), CPU_BANDWIDTH))
+
+
+def _reserved(device: Device) -> Device:
+    """Return the device with the reserve of its kind."""
+    return replace(device, reserve_bytes=DEVICE_KINDS[device.kind].reserve(device.memory_bytes))
 
 
 def this_host() -> Host:
@@ -226,6 +231,7 @@ class _DeviceEntry(_Entry):
     count: Annotated[int, Field(ge=1, le=MAX_RANKS)] = 1
     name: Annotated[str, Field(max_length=100)] = ""
     memory: Amount | None = None
+    reserve: Annotated[int | None, BeforeValidator(_amount), Field(ge=0, le=MAX_INTEGER)] = None
     flops: Annotated[Amount | None, BeforeValidator(_one_rate)] = None
     rates: Annotated[dict[str, Amount], BeforeValidator(_many_rates), _FLOPS_KEY] = {}
     memory_bandwidth: Amount | None = None
@@ -314,9 +320,10 @@ def _device(entry: _DeviceEntry, base: Device) -> Device:
     given = entry.flops or entry.rates  # taken as rates that are reached
     reached = entry.efficiency or (1.0 if given else base.efficiency)
     memory_reached = entry.memory_efficiency or (1.0 if entry.memory_bandwidth else base.memory_efficiency)
-    return Device(
-        entry.kind, memory, other, bandwidth, entry.name, rates, reached, memory_reached, entry.price_per_hour
-    )
+    reserve = DEVICE_KINDS[entry.kind].reserve(memory) if entry.memory else base.reserve_bytes
+    reserve = reserve if entry.reserve is None else entry.reserve
+    speeds = other, bandwidth, entry.name, rates, reached, memory_reached
+    return Device(entry.kind, memory, *speeds, reserve, entry.price_per_hour)
 
 
 def cluster_to_dict(cluster: Cluster) -> dict[str, Any]:
@@ -328,6 +335,7 @@ def cluster_to_dict(cluster: Cluster) -> dict[str, Any]:
             "count": len(list(same)),
             "name": device.name or None,
             "memory": device.memory_bytes,
+            "reserve": device.reserve_bytes,
             "flops": {_DEFAULT: device.flops_per_s, **dict(device.rates)} if device.rates else device.flops_per_s,
             "memory_bandwidth": device.mem_bytes_per_s,
             "efficiency": device.efficiency if device.efficiency != 1.0 else None,

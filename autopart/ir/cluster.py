@@ -38,7 +38,8 @@ class Device:
     kind: a row of `DEVICE_KINDS`.  memory_bytes: memory that a plan may use.  flops_per_s: peak rate for dtypes that
     `rates` does not list.  mem_bytes_per_s: memory bandwidth.  name: product name, such as "H200".  rates: (dtype as in
     `Value.dtype`, peak rate).  efficiency, memory_efficiency: shares of peak rates and of the memory bandwidth that
-    kernels reach.  price_per_hour: in any currency, 0 if it is not known; no plan depends on it.
+    kernels reach.  reserve_bytes: of the memory, what no plan uses: all that is not charged, such as the context of a
+    driver.  price_per_hour: in any currency, 0 if it is not known; no plan depends on it.
     """
 
     kind: str
@@ -49,6 +50,7 @@ class Device:
     rates: tuple[tuple[str, int], ...] = ()
     efficiency: float = 1.0
     memory_efficiency: float = 1.0
+    reserve_bytes: int = 0
     price_per_hour: float = field(default=0.0, repr=False)  # a kept plan is found by the repr of its cluster
 
     @property
@@ -140,11 +142,14 @@ class Cluster:
 
     def least_memory_bytes(self, ranks: tuple[int, ...]) -> int:
         """Return the bytes that a plan may use on every one of these ranks."""
-        return min([self.devices[rank].memory_bytes for rank in ranks])
+        return min([self.devices[rank].memory_bytes - self.devices[rank].reserve_bytes for rank in ranks])
 
     def with_less_memory(self, size_bytes: int) -> Cluster:
         """Return a copy in which each device has size_bytes less memory."""
-        less = {d: replace(d, memory_bytes=max(1, d.memory_bytes - size_bytes)) for d in dict.fromkeys(self.devices)}
+        less = {
+            d: replace(d, memory_bytes=max(d.reserve_bytes + 1, d.memory_bytes - size_bytes))
+            for d in dict.fromkeys(self.devices)
+        }
         return replace(self, devices=tuple(less[device] for device in self.devices))
 
     def with_speeds(self, speeds: Sequence[float]) -> Cluster:
@@ -237,6 +242,10 @@ def _check_device(rank: int, device: Device) -> None:
             raise fail(f"has a {name} that is not positive")
     if not (0 < device.efficiency <= 1 and 0 < device.memory_efficiency <= 1):
         raise fail("has an efficiency that is not between 0 and 1")
+    if type(device.reserve_bytes) is not int or not 0 <= device.reserve_bytes < device.memory_bytes:
+        raise fail(
+            f"reserves {device.reserve_bytes} bytes, which leaves nothing of its memory, or is not a number of bytes"
+        )
     if not 0 <= device.price_per_hour < math.inf:
         raise fail("has a price that is not a number of at least 0")
 

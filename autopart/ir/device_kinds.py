@@ -22,6 +22,11 @@ class DeviceKind:
     shares of their host.  link: latency in nanoseconds and bytes/s between the devices of a host, of which there are at
     most `of_host`, None for any number.
 
+    What plans leave of the memory to all that is not charged (`reserve`), orders of magnitude.  context_bytes: of the
+    process or the driver, with loaded kernels and workspaces of libraries; at most an eighth of the memory.
+    fragmented: the share that an allocator wastes.  Charged besides: peer_bytes, a connection to a rank that messages
+    are exchanged with, and group_bytes, a group that sums gradients.
+
     What `detect` measures.  dtypes: rates of products.  message_bytes: times of messages, the smallest for the latency.
     product_rows: of the largest product.  copied_bytes: of the copy that shows the memory bandwidth, more than caches.
     """
@@ -37,10 +42,18 @@ class DeviceKind:
     own: tuple[int, int, int] | None
     link: tuple[int, int]
     of_host: int | None
+    context_bytes: int
+    fragmented: float
+    peer_bytes: int
+    group_bytes: int
     dtypes: tuple[str, ...]
     message_bytes: tuple[int, ...]
     product_rows: int
     copied_bytes: int
+
+    def reserve(self, memory_bytes: int) -> int:
+        """Return the bytes of a device with so much memory that plans do not use, unless a cluster file says."""
+        return min(self.context_bytes, memory_bytes // 8) + int(self.fragmented * memory_bytes)
 
 
 DEVICE_KINDS: Mapping[str, DeviceKind] = {
@@ -56,6 +69,10 @@ DEVICE_KINDS: Mapping[str, DeviceKind] = {
         own=None,
         link=(20_000, 2 * 10**9),  # TCP between processes
         of_host=None,
+        context_bytes=366 << 20,  # measured: resident memory of a rank of a tiny model after a step
+        fragmented=0.0,  # large tensors are given back to the system
+        peer_bytes=0,
+        group_bytes=0,
         dtypes=("float32", "bfloat16"),
         message_bytes=(64, 2**18, 2**20, 2**22, 2**24),
         product_rows=4096,
@@ -73,6 +90,10 @@ DEVICE_KINDS: Mapping[str, DeviceKind] = {
         own=(80 * 2**30, 10**14, 2 * 10**12),  # bf16 at what models reach
         link=(10_000, 2 * 10**11),  # NVLink
         of_host=8,
+        context_bytes=640 << 20,  # context and kernels half a GiB; workspaces of matrix products 64 MiB and more
+        fragmented=0.06,
+        peer_bytes=16 << 20,  # NCCL: 4 MiB for each of two channels, both ways
+        group_bytes=128 << 20,  # 16 channels
         dtypes=("float32", "bfloat16", "float16"),
         message_bytes=(64, 2**20, 2**22, 2**24, 2**26),
         product_rows=8192,

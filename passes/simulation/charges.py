@@ -73,7 +73,8 @@ class StageContext:
     versions: copies of its weights.  in_bytes, out_bytes: received and sent in the forward of a whole micro-batch.
     back_bytes: of gradients, received and sent.  zero: whether replicas share the optimizer state.  held: with slices
     of tokens, (tokens in flight at most, tokens of a micro-batch).  counts: where a backward has two parts or a rank
-    several stages, what the stage holds at its fullest times (`held.of_stage`), in micro-batches or tokens.
+    several stages, what the stage holds at its fullest times (`held.of_stage`), in micro-batches or tokens.  peers:
+    ranks that one of its ranks exchanges messages with, at most.
     """
 
     stage: Stage
@@ -88,6 +89,7 @@ class StageContext:
     zero: bool = False
     held: tuple[int, int] | None = None
     counts: tuple[tuple[int, int], ...] = ()
+    peers: int = 0
 
     def in_flight_bytes(self, held_bytes: int, kept_bytes: int) -> int:
         """Return the most bytes that are held for backwards.
@@ -305,6 +307,15 @@ def replica_sums(share: Share) -> Amounts:
     }
 
 
+def communicators(share: Share) -> Amounts:
+    """Charge what a library holds for each rank that messages are exchanged with, and for the sum over replicas.
+
+    Both by the kind of device (`DeviceKind`).  Sums of tied parameters over stages are left to its reserve.
+    """
+    kind, replicated = DEVICE_KINDS[share.cluster.kind], len(share.stage.ranks) > 1
+    return {"buffer_bytes": share.context.peers * kind.peer_bytes + replicated * kind.group_bytes}
+
+
 def batch_inputs(share: Share) -> Amounts:
     """Charge the first stage with the inputs of the whole batch."""
     if not share.context.first:
@@ -333,6 +344,7 @@ CHARGES: tuple[Callable[[Share], Amounts], ...] = (
     weight_versions,
     optimizer,
     replica_sums,  # behind all that may be gone by then
+    communicators,
     batch_inputs,
     at_once,  # last: the sum of all memory
 )

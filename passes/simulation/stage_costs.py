@@ -100,6 +100,12 @@ def stage_contexts(decision: Decision, links: tuple[Edge, ...], estimator: Estim
         else:
             back[src] += size
             back[dst] += size
+    peers = [0] * len(decision.stages)
+    for pair in {(e.src, e.dst) for e in links}:
+        for s, t in (pair, pair[::-1]):
+            width, others = len(decision.stages[s].ranks), len(decision.stages[t].ranks)
+            aligned = others % width == 0 or width % others == 0
+            peers[s] += min(others, -(-others // width) + (not aligned))
     schedule, shape, lengths = find(decision.schedule), Shape.of(decision), decision.token_slices
     counts, found = counts_for(decision), []
     for s, stage in enumerate(decision.stages):
@@ -112,7 +118,9 @@ def stage_contexts(decision: Decision, links: tuple[Edge, ...], estimator: Estim
             live = own[0][0]  # activations; what W keeps is counted beside them
         versions = streaming_of(decision).versions(s) if streams(schedule) else 1 if schedule.synchronous else live
         sizes = into[s], out[s], back[s]
-        found.append(StageContext(stage, rows, micros, live, s == 0, versions, *sizes, decision.zero > 0, held, own))
+        found.append(
+            StageContext(stage, rows, micros, live, s == 0, versions, *sizes, decision.zero > 0, held, own, peers[s])
+        )
     return found
 
 

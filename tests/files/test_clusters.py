@@ -13,12 +13,17 @@ from hypothesis import strategies as st
 from autopart.files.clusters import Host, cluster_to_yaml, parse_cluster, save_cluster, this_host
 from autopart.files.presets import DEVICES, NODES
 from autopart.ir.cluster import Cluster, Device, Level, Link, check
+from autopart.ir.device_kinds import DEVICE_KINDS
 from autopart.ir.errors import ClusterError
 
 HOST = Host(memory_bytes=16 * 2**30, cores=8)
 
 
 CPU = Device("cpu", 1, 1, 1)
+
+
+def reserved(device: Device) -> Device:
+    return replace(device, reserve_bytes=DEVICE_KINDS[device.kind].reserve(device.memory_bytes))
 
 
 def read(path: Path, text: str) -> Cluster:
@@ -29,7 +34,7 @@ def read(path: Path, text: str) -> Cluster:
 
 def test_a_short_string_is_that_many_devices_of_one_host() -> None:
     cluster = parse_cluster("cpu:4", env={}, host=HOST)
-    assert cluster.devices == (Device("cpu", 4 * 2**30, 10**11, 10**10),) * 4
+    assert cluster.devices == (reserved(Device("cpu", 4 * 2**30, 10**11, 10**10)),) * 4
     assert cluster.levels == (Level(4, Link(20_000, 2 * 10**9)),)
     assert parse_cluster(" cpu ", env={}, host=HOST).world == 1
 
@@ -158,7 +163,7 @@ JSON = """
 
 @pytest.mark.parametrize(("name", "text"), [("c.yaml", YAML), ("c.YML", YAML), ("c.toml", TOML), ("c.json", JSON)])
 def test_files_say_the_same_in_every_language(tmp_path: Path, name: str, text: str) -> None:
-    device = Device("cuda", 80 * 2**30, 4 * 10**14, 2 * 10**12)
+    device = reserved(Device("cuda", 80 * 2**30, 4 * 10**14, 2 * 10**12))
     levels = (Level(4, Link(5_000, 3 * 10**11)), Level(8, Link(20_500, 25 * 10**9)))
     assert read(tmp_path / name, text) == Cluster((device,) * 8, levels)
     assert parse_cluster(str(tmp_path / name)) == Cluster((device,) * 8, levels)
@@ -166,7 +171,8 @@ def test_files_say_the_same_in_every_language(tmp_path: Path, name: str, text: s
 
 def test_what_a_file_leaves_out_gets_defaults(tmp_path: Path) -> None:
     cluster = read(tmp_path / "c.yaml", "devices: [{kind: cpu, memory: 1GiB}, {kind: cpu}]")
-    assert cluster.devices == (Device("cpu", 2**30, 2 * 10**11, 10**10), Device("cpu", 8 * 2**30, 2 * 10**11, 10**10))
+    memory = 2**30, 8 * 2**30
+    assert cluster.devices == tuple(reserved(Device("cpu", size, 2 * 10**11, 10**10)) for size in memory)
     assert cluster.levels == parse_cluster("cpu:2").levels
 
 

@@ -79,7 +79,7 @@ def behind_frozen(session: Session, cluster: Cluster, cache: AutoCache, options:
         return f"without the frozen layers there is no plan: {error}"
     weights = sum(code.captured.tensors[name].nbytes for name in code.tensors)
     peak = max((estimate.peak_bytes for estimate in planned.plan.estimates), default=0)
-    if peak + weights > cluster.devices[0].memory_bytes:
+    if peak + weights > cluster.least_memory_bytes((0,)):
         return "the ranks that are given data have no memory for the frozen layers"
     rows = batch.rows or 1
     share = _largest_share(planned.plan, rows)

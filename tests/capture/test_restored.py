@@ -13,6 +13,7 @@ from torch.utils._device import _device_constructors
 
 from autopart.batch.batch import flatten
 from autopart.capture import CaptureCache
+from autopart.capture.trace.patches import patched
 from autopart.ir.errors import AutopartError, CaptureError
 from autopart.ir.size import Size
 
@@ -151,14 +152,9 @@ def test_what_becomes_a_tensor_in_forward_is_refused_by_its_name_and_left_alone(
     torch.testing.assert_close(model(ROWS), _expected())
 
 
-class OnADevice(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.device("cpu"):
-            return (x + torch.arange(4)).sum()
-
-
-def test_a_device_context_still_has_all_constructors_after_a_capture_in_which_it_was_used_first() -> None:
+def test_a_device_context_still_has_all_constructors_after_a_trace_in_which_it_was_used_first() -> None:
     _device_constructors.cache_clear()
-    CaptureCache(OnADevice())(flatten(ROWS), Size(6))
+    with patched(), torch.device("cpu"):
+        torch.arange(4)
     with torch.device("meta"):
         assert torch.tensor(0).is_meta

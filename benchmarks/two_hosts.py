@@ -26,7 +26,7 @@ from hosts import LATENCY_NS, PAYLOAD, leave, on_both, why_not
 from prediction import predicted
 
 import autopart
-from autopart.files.clusters import LOOPBACK, parse_cluster
+from autopart.files.clusters import link_within_host, parse_cluster
 from autopart.ir.cluster import Cluster, Level, Link
 
 MODEL = BenchModel(gpt2(512, 256, 2), tokens(512, 16, 96), "transformer.h", 2)
@@ -41,7 +41,9 @@ RANKS = (1, 2)
 def cluster_of(mbit: int, ranks: int = 1) -> Cluster:
     """Return two hosts of `ranks` CPU ranks each, and the link between them."""
     between = Link(LATENCY_NS, int(mbit * 125_000 * PAYLOAD))
-    return Cluster(parse_cluster(f"cpu:{2 * ranks}").devices, (Level(ranks, LOOPBACK), Level(2 * ranks, between)))
+    return Cluster(
+        parse_cluster(f"cpu:{2 * ranks}").devices, (Level(ranks, link_within_host("cpu")), Level(2 * ranks, between))
+    )
 
 
 def on_rank(mbit: int, rounds: int) -> dict[str, Any]:

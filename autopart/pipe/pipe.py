@@ -6,7 +6,6 @@ Methods that move data between ranks are collective: call them on all ranks, in 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -110,7 +109,7 @@ class Pipe(OfExtras, ModuleSurface):
             )  # fmt: skip
         loss, overflow = end.loss, end.not_finite
         core.count_step()
-        if how == "auto" and scaler is None and not core.warned and not math.isfinite(loss):
+        if how == "auto" and scaler is None and not (core.warned or end.finite):
             core.warned = True
             warn_loss(loss.item(), core.steps)
         core.skipped = core.skipped + 1 if overflow else 0

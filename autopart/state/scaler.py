@@ -27,7 +27,7 @@ class NonFiniteWarning(UserWarning):
 def warn_loss(loss: float, step: int) -> None:
     """Warn on the line of the script that called `step`, whose loss is not finite.  step: its number, from 1."""
     warnings.warn(
-        f"the loss of step {step} is {loss}, and its gradients go into the weights; this is said once.  "
+        f"the loss of step {step} is {loss}, and its gradients are kept; this is said once.  "
         'non_finite="raise" in compile stops at such a step and names a parameter, "skip" leaves it out',
         NonFiniteWarning,
         stacklevel=4,

@@ -5,6 +5,7 @@ Gradients and buffers are kept only then, so a step that fails on one rank count
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -19,11 +20,12 @@ TOLD = 64
 class StepEnd:
     """What all ranks know of a step.
 
-    loss: of the whole batch, 0-dim on the CPU.  not_finite: a gradient that is not finite, with its rank; "" if none
-    is.  computed_ns: nanoseconds that each rank computed for when it last told, 0 where it was not measured; ()
-    between, as ranks take turns."""
+    loss: of the whole batch, 0-dim on the CPU.  finite: whether it is.  not_finite: a gradient that is not finite, with
+    its rank; "" if none is.  computed_ns: nanoseconds that each rank computed for when it last told, 0 where it was not
+    measured; () between, as ranks take turns."""
 
     loss: torch.Tensor
+    finite: bool
     not_finite: str
     computed_ns: tuple[float, ...]
 
@@ -47,9 +49,9 @@ class StepEnds:
         computed: tuple[float, ...] = ()
         if len(self._computed) == world.size:
             computed, self._computed = tuple(self._computed), []
-        whole = torch.tensor(total, dtype=self._dtype)
+        known = torch.tensor(total, dtype=self._dtype), math.isfinite(total)
         if not overflow:
-            return StepEnd(whole, "", computed)
+            return StepEnd(*known, "", computed)
         names = world.gather_objects(not_finite)
         named = next(f"{name} on rank {rank}" for rank, name in enumerate(names) if name)
-        return StepEnd(whole, named, computed)
+        return StepEnd(*known, named, computed)

@@ -174,23 +174,20 @@ class Core:
         session.bring_up(arguments, sharded=sharded)
         self.running = session
         take_masters(session, self.restored)
-        unwatch = watch_optimizers(
-            session.world.size, lambda: session.tensors, lambda: {id(p) for _, p in self.named_parameters()}
+        opened = Open(
+            self.model,
+            lambda: session.tensors.driven.values(),
+            lambda: session.standing.divides_parameters,
+            lambda: self.steps > self.synced and not (self.whole or session.calls.under_way),
         )
-        unnotice = notice(
-            Open(
-                self.model,
-                lambda: session.tensors.driven.values(),
-                lambda: session.standing.divides_parameters,
-                lambda: self.steps > self.synced and not (self.whole or session.calls.under_way),
+        watches = ExitStack()
+        watches.callback(notice(opened))
+        watches.callback(
+            watch_optimizers(
+                session.world.size, lambda: session.tensors, lambda: {id(p) for _, p in self.named_parameters()}
             )
         )
-
-        def both() -> None:
-            unwatch()
-            unnotice()
-
-        self.unwatch = both
+        self.unwatch = watches.close
         return session
 
     def replanned(self) -> None:

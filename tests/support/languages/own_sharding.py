@@ -3,8 +3,9 @@ the ranks of a pool."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,10 +40,12 @@ class Mlp:
         x, bias = first.args[0], second.args[2]
         rows = _Rows(world, ranks)
         with graph.inserting_before(first):
-            first.update_arg(0, _call(code.module, "gathered", lambda t: _Gathered.apply(rows, t), x))
+            first.update_arg(
+                0, _call(code.module, "gathered", lambda t: _Exchanged.apply(rows.gather, rows.scatter, t), x)
+            )
         second.update_arg(2, None)
         with graph.inserting_after(second):
-            own = _call(code.module, "scattered", lambda t: _Scattered.apply(rows, t), second)
+            own = _call(code.module, "scattered", partial(_Exchanged.apply, rows.scatter, rows.gather), second)
         with graph.inserting_after(own):
             whole = graph.call_function(torch.add, (own, bias))
         second.replace_all_uses_with(whole, delete_user_cb=lambda user: user is not own)
@@ -54,6 +57,9 @@ def _call(module: fx.GraphModule, name: str, function: Any, node: Any) -> fx.Nod
     made.forward = function
     module.add_submodule(name, made)
     return module.graph.call_module(name, (node,))
+
+
+Exchange = Callable[[torch.Tensor], torch.Tensor]
 
 
 class _Rows:
@@ -75,26 +81,17 @@ class _Rows:
         return total.unflatten(0, (self._count, -1))[self._place].clone()
 
 
-class _Gathered(torch.autograd.Function):
+class _Exchanged(torch.autograd.Function):
+    """One of the two exchanges; the other one is its backward."""
+
     @staticmethod
-    def forward(ctx: Any, rows: _Rows, own: torch.Tensor) -> torch.Tensor:
-        ctx.rows = rows
-        return rows.gather(own)
+    def forward(ctx: Any, there: Exchange, back: Exchange, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.back = back
+        return there(tensor)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return None, ctx.rows.scatter(grads[0])
-
-
-class _Scattered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: _Rows, addends: torch.Tensor) -> torch.Tensor:
-        ctx.rows = rows
-        return rows.scatter(addends)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return None, ctx.rows.gather(grads[0])
+        return None, None, ctx.back(grads[0])
 
 
 @contextmanager

@@ -91,7 +91,7 @@ def derive_loss_weight(
 ) -> LossReduction:
     """The weight of a micro-batch's loss in the whole loss.
 
-    graph: with rows marked (`derive.rows.mark_rows`); other: the same model at another number of rows.  proven:
+    graph: with rows marked (`derive.family.mark_rows`); other: the same model at another number of rows.  proven:
     values that a numeric test showed to be slices of those of the whole batch, and constants equal in both captures.
     stated: loss_reduction= of the user, "mean", "sum" or "token-mean": it must agree with what is derived, and is
     tested on numbers if no rule knows the loss function (`UnprovenRows.stated`).

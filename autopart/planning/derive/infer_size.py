@@ -126,7 +126,10 @@ def _shapes(captured: Captured, change: _Change) -> dict[str, tuple[int, ...]]:
                 env[node] = _called(node, env, known, change)
             else:
                 continue
-            _compare(node.meta["val"], env[node], change)
+            leaves = (pytree.tree_leaves(made) for made in (node.meta["val"], env[node]))
+            for before, after in zip(*leaves, strict=True):
+                if change.shape(before.shape) != tuple(after.shape) or before.dtype != after.dtype:
+                    raise _Ambiguous
             if isinstance(env[node], torch.Tensor):
                 found[captured.names.value(node)] = tuple(env[node].shape)
     return found
@@ -156,12 +159,6 @@ def _called(node: fx.Node, env: dict[fx.Node, Any], known: dict[Hashable, Any], 
         args, kwargs = fx.map_arg((args, kwargs), env.__getitem__)
         known[key] = target(*args, **kwargs)
     return known[key]
-
-
-def _compare(old: Any, new: Any, change: _Change) -> None:
-    for before, after in zip(pytree.tree_leaves(old), pytree.tree_leaves(new), strict=True):
-        if change.shape(before.shape) != tuple(after.shape) or before.dtype != after.dtype:
-            raise _Ambiguous
 
 
 def _resized(graph: Graph, shapes: dict[str, tuple[int, ...]], change: _Change) -> Graph:

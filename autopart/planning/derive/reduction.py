@@ -15,9 +15,8 @@ from autopart.ir.size import Size
 from autopart.passes.loss.derive import UnprovenRows, derive_loss_weight
 from autopart.passes.loss.layouts import find_layouts
 from autopart.passes.loss.steady import steady_updates
-from autopart.planning.derive.family import Captures, ProgramFamily, another_size
+from autopart.planning.derive.family import Captures, ProgramFamily, another_size, mark_rows
 from autopart.planning.derive.probe import prove_rows
-from autopart.planning.derive.rows import mark_rows
 from autopart.planning.derive.stated import refuted
 
 WHOLE = LossReduction("any")

@@ -17,8 +17,8 @@ from autopart.ir.errors import RefusedError
 from autopart.ir.graph import Graph, Op
 from autopart.ir.shares import RowLayout
 from autopart.passes.graph.frozen import frozen_end
+from autopart.planning.derive.family import mark_rows
 from autopart.planning.derive.reduction import WHOLE, coupling_ops, family_of_batch, row_layouts
-from autopart.planning.derive.rows import mark_rows
 from autopart.runtime.stages.stage_module import StageModule
 from autopart.stagecode.graph_text import text_of
 from autopart.stagecode.split import cut

@@ -12,9 +12,8 @@ from fractions import Fraction
 
 from autopart.ir.graph import Graph, LossReduction, Value
 from autopart.passes.loss.masks import Masks
-from autopart.passes.loss.move_rules import MOVE_RULES, NO_RULE, create, is_zero
+from autopart.passes.loss.rules import NO_RULE, RULES, averaged, create, is_zero
 from autopart.passes.loss.steady import steady_updates
-from autopart.passes.loss.term_rules import averaged
 from autopart.passes.loss.terms import of_terms
 from autopart.passes.ops.context import OpContext
 from autopart.passes.ops.placement import (
@@ -28,25 +27,13 @@ from autopart.passes.ops.placement import (
     RowPlacement,
     RuleExit,
 )
-from autopart.passes.ops.propagation import Rule, by_letters, cast, divide
+from autopart.passes.ops.propagation import Rule, by_letters, cast
 from autopart.passes.ops.row import CREATION, POINTWISE
 from autopart.passes.ops.table import op_name
 
-_RULES: dict[str, Rule] = {**MOVE_RULES, **dict.fromkeys(("div", "true_divide"), divide)}
-_LIMITS = {
-    "clamp",
-    "clamp_min",
-    "clamp_max",
-    "clip",
-    "minimum",
-    "maximum",
-    "min",
-    "max",
-    "fmin",
-    "fmax",
-    "sign",
-    "relu",
-}
+_LIMITS = frozenset(
+    ["clamp", "clamp_min", "clamp_max", "clip", "minimum", "maximum", "min", "max", "fmin", "fmax", "sign", "relu"]
+)
 _COUNTS = ("histc", "bincount")
 _SIZES = {"size", "shape", "repeats", "end", "start", "length", "split_size", "split_sizes", "sizes", "dims"}
 """Arguments that are sizes: if they change with the rows, so does a shape, and shapes are checked."""
@@ -95,8 +82,8 @@ class Analysis:
     def __call__(self, proven: frozenset[str]) -> dict[str, RowPlacement]:
         """The placement of every value.  proven: see `derive_loss_weight`."""
         self.of_batch.clear()
-        settled = self._constants & proven
-        placements = {name: placement for name, placement in self._given.items() if name not in settled}
+        equal = self._constants & proven
+        placements = {name: placement for name, placement in self._given.items() if name not in equal}
         for number, (op, other_op) in enumerate(zip(self.graph.ops, self.other.ops, strict=True)):
             sizes = self.graph.rows, self.other.rows
             context = OpContext(op, other_op, *sizes, self._values, self._other_values, self._params, placements)
@@ -105,7 +92,11 @@ class Analysis:
             if any(placement.tag == UNPROVEN for placement in found) and self._is_beyond_numbers(context):
                 found = [replace(placement, gated=True) for placement in found]
             for written, placement in zip(op.writes, found, strict=True):
-                placements[written] = self._whole(written, _settled(context, written, placement, proven))
+                settled = _settled(context, written, placement, proven)
+                if written in self._given_whole and settled.tag == PARTIAL:
+                    self.of_batch[written] = settled
+                    settled = CONSTANT
+                placements[written] = settled
         return placements
 
     def _is_beyond_numbers(self, context: OpContext) -> bool:
@@ -129,12 +120,6 @@ class Analysis:
         if self._masks.empty_with(above, below) or self._masks.count_behind(above, below):
             return placement
         return RowPlacement(COUPLED, why=DIVIDES_BY_NONE)
-
-    def _whole(self, name: str, placement: RowPlacement) -> RowPlacement:
-        if name not in self._given_whole or placement.tag != PARTIAL:
-            return placement
-        self.of_batch[name] = placement
-        return CONSTANT
 
     def _placements_of(self, number: int, context: OpContext) -> list[RowPlacement]:
         operands = [context.placements.get(name, CONSTANT) for name in context.op.reads + context.op.params]
@@ -192,7 +177,8 @@ def _placements_of(context: OpContext) -> list[RowPlacement]:
         worst = [p for tag in (COUPLED, UNPROVEN) for p in operands if p.tag == tag]
         if worst:
             return [replace(worst[0], gated=any(p.gated for p in worst))] * count
-    if any(_growing_axes(context, written) > 1 for written in context.op.writes):
+    shapes = ((context.values[name].shape, context.other_values[name].shape) for name in context.op.writes)
+    if any(sum(a != b for a, b in zip(*pair, strict=True)) > 1 for pair in shapes):
         return [RowPlacement(COUPLED, why="it combines every row of the batch with every other")] * count
     try:
         sums = context.row.family != CREATION and any(placement.tag == TERMS for placement in operands)
@@ -200,11 +186,6 @@ def _placements_of(context: OpContext) -> list[RowPlacement]:
     except RuleExit as end:
         found = end.placement
     return found if isinstance(found, list) else [found] * count
-
-
-def _growing_axes(context: OpContext, name: str) -> int:
-    shapes = context.values[name].shape, context.other_values[name].shape
-    return sum(a != b for a, b in zip(*shapes, strict=True))
 
 
 def _apply(context: OpContext, operands: list[RowPlacement]) -> RowPlacement | list[RowPlacement]:
@@ -222,8 +203,8 @@ def _apply(context: OpContext, operands: list[RowPlacement]) -> RowPlacement | l
 
 def _rule(context: OpContext) -> Rule | None:
     row = context.row
-    if row.name in _RULES:
-        return _RULES[row.name]
+    if row.name in RULES:
+        return RULES[row.name]
     if row.averages:
         return averaged
     if row.family == CREATION and row.name not in NO_RULE:

@@ -1,8 +1,8 @@
 """How the losses of micro-batches combine to the loss of the whole batch, derived from the graph; or a refusal.
 
 Every value gets a placement (`analysis`, `ops.placement`) from rules for single ops: from their letters in the table of
-ops (`ops.propagation`), or from a rule for what moves elements (`move_rules`), loss functions (`term_rules`) and counts
-(`masks`).  An op without a rule is reported, and may be tested on numbers (`planning.derive.probe`).
+ops (`ops.propagation`), or from a rule for what moves elements, for loss functions (`rules`) and for counts (`masks`).
+An op without a rule is reported, and may be tested on numbers (`planning.derive.probe`).
 
 Assumed: random ops draw per micro-batch, and batch norm in training takes statistics per micro-batch, in the reference
 too.  A number that changes with the rows is a power of the number of rows if it is one in both captures.  Sums of
@@ -12,16 +12,18 @@ and must be left out when losses are combined.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from autopart.ir.errors import CaptureError, RefusedError, UsageError
 from autopart.ir.graph import Adjusted, Graph, LossReduction, Op
+from autopart.ir.shares import RowLayout
 from autopart.passes.loss.analysis import CHANGED_BUFFER, DIVIDES_BY_NONE, Analysis, numbers_of_inputs
 from autopart.passes.loss.terms import summands
 from autopart.passes.ops.placement import (
     CONSTANT,
     COUPLED,
+    INDEX,
     PARTIAL,
     REPLICATE,
     SHARD,
@@ -125,7 +127,7 @@ def _derived(analysis: Analysis, proven: frozenset[str], stated: str | None) -> 
         opaque = not names and not analysis.of_batch
         raise UnprovenRows(
             names | _open_constants(graph, strictly),
-            where_of(graph, found.op),
+            _where_of(graph, found.op),
             found.why,
             stateable=not names,
             stated=_meanings(graph, placements, found.op, stated) if opaque and stated is not None else None,
@@ -134,10 +136,10 @@ def _derived(analysis: Analysis, proven: frozenset[str], stated: str | None) -> 
         raise _refusal(graph, found.op, found.why)
     if found.tag not in (REPLICATE, PARTIAL, TERMS):
         raise CaptureError(
-            "the loss is one number per row, not one number", where=where_of(graph, graph.writer()[loss])
+            "the loss is one number per row, not one number", where=_where_of(graph, graph.writer()[loss])
         )
     if strict.tag == UNPROVEN:
-        raise UnprovenRows(_open_constants(graph, strictly), where_of(graph, strict.op), strict.why)
+        raise UnprovenRows(_open_constants(graph, strictly), _where_of(graph, strict.op), strict.why)
     if found.tag == TERMS:
         reduction = LossReduction("sum", adjusted=_terms(graph, placements, loss, stated))
     else:
@@ -264,17 +266,6 @@ def _to_test(graph: Graph, placements: dict[str, RowPlacement], loss: str) -> fr
     return frozenset(name for name in found if axes.get(name) is not None and not placements[name].gated)
 
 
-def require_proven(
-    graph: Graph, placements: dict[str, RowPlacement], names: Iterable[str], proven: frozenset[str]
-) -> None:
-    """Raise UnprovenRows where one of these values depends on unproven ones that were not tested yet.  O(reads)."""
-    unproven = [name for name in names if placements[name].tag == UNPROVEN]
-    sources = frozenset[str]().union(*(_unproven_sources(graph, placements, name) for name in unproven)) - proven
-    if sources:
-        where = where_of(graph, graph.writer().get(unproven[0], unproven[0]))
-        raise UnprovenRows(sources, where, placements[unproven[0]].why)
-
-
 def _unproven_sources(graph: Graph, placements: dict[str, RowPlacement], loss: str) -> frozenset[str]:
     """Unproven values and constants that the loss depends on through unproven ones only.  O(reads)."""
     unproven = {name for name, placement in placements.items() if placement.tag == UNPROVEN}
@@ -289,13 +280,13 @@ def _refusal(graph: Graph, op: str, why: str) -> RefusedError:
     fix = next((fix for said, fix in _FIXES if said in why), _ONE)
     return RefusedError(
         "the loss of the whole batch is not a combination of the losses of micro-batches",
-        where=where_of(graph, op),
+        where=_where_of(graph, op),
         why=why,
         fix=fix,
     )
 
 
-def where_of(graph: Graph, name: str) -> str:
+def _where_of(graph: Graph, name: str) -> str:
     """An op in words: its name, module and line of the user's code; without a line that of an op which it reads, or of
     the next op with one."""
     ops, writer = graph.op_map(), graph.writer()
@@ -308,3 +299,58 @@ def where_of(graph: Graph, name: str) -> str:
     line = f"at {op.where}" if op.where else next((f"before {other.where}" for other in behind if other.where), "")
     parts: Iterable[str] = (op_name(op.target), f"in module {op.module}" if op.module else "", line)
     return " ".join(part for part in parts if part)
+
+
+_UNDIVIDED = {
+    INDEX: "it holds row numbers, counted from the first row of a replica",
+    UNPROVEN: "no rule says how it holds the rows, and a numeric test did not show it either",
+}
+
+
+def find_layouts(
+    graph: Graph,
+    other: Graph,
+    crossing: Collection[str],
+    drawn: Collection[str],
+    *,
+    whole: frozenset[str] = frozenset(),
+    proven: frozenset[str] = frozenset(),
+) -> dict[str, RowLayout | None]:
+    """How these values hold the rows of a micro-batch, so that replicas can cut and join them; None for no rows.
+
+    A value that passes between stages with different numbers of replicas must hold its rows apart (each goes to the
+    replica with that row), or be the same on every replica.  A sum or mean over the rows of a replica is neither.
+    graph, other, proven: as for `derive_loss_weight`.  crossing: values between stages with different numbers of
+    replicas.  drawn: values that random ops of a stage with replicas read and write.  whole: numbers of the whole batch
+    that every micro-batch gets.  Raises RefusedError for a value that cannot be divided, and UnprovenRows.  O(ops).
+    """
+    placements = Analysis(graph, other, whole)(proven)
+    axes = {value.name: value.rows_axis for value in graph.values}
+    asked = [*crossing, *(name for name in drawn if axes.get(name) is not None)]
+    unproven = [name for name in asked if placements[name].tag == UNPROVEN]
+    sources = frozenset[str]().union(*(_unproven_sources(graph, placements, name) for name in unproven)) - proven
+    if sources:
+        raise UnprovenRows(
+            sources, _where_of(graph, graph.writer().get(unproven[0], unproven[0])), placements[unproven[0]].why
+        )
+    found: dict[str, RowLayout | None] = dict.fromkeys(drawn)
+    for name in asked:
+        found[name] = _layout(graph, name, placements[name], crosses=name in crossing)
+    return found
+
+
+def _layout(graph: Graph, name: str, placement: RowPlacement, *, crosses: bool) -> RowLayout | None:
+    if placement.tag == SHARD and (placement.plain or not crosses):
+        return RowLayout(placement.axis, max(1, placement.stride_factor))
+    if placement.tag == REPLICATE and placement.plain:
+        return None
+    refusal = RefusedError(
+        f"value {name} cannot be divided between replicas",
+        where=_where_of(graph, graph.writer().get(name, name)),
+        why=_UNDIVIDED.get(placement.tag, "")
+        or placement.why
+        or "it is a sum or a mean over the rows that a replica has, and another stage has other replicas",
+        fix="use replicas=1, the same number of replicas for every stage, or other cuts",
+    )
+    refusal.value = name
+    raise refusal

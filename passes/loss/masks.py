@@ -54,7 +54,9 @@ class Masks:
             self.flags.add(self.of(first))
         if name == "sum" and first and not values[op.writes[0]].shape and self.of(first) in self.flags:
             self.counts[op.writes[0]] = self.of(first)
-        if name in _FLOORS and first in self.counts and _floor(attrs) and not op.random:
+        low, high = attrs.get("min"), attrs.get("max")
+        floored = name in _FLOORS and isinstance(low, (int, float)) and 0 < low <= 1 and high is None
+        if floored and first in self.counts and not op.random:
             self.floors[op.writes[0]] = (first, self.counts[first])
         elif row.same_elements and first in self.counts:
             self.counts[op.writes[0]] = self.counts[first]
@@ -86,8 +88,7 @@ class Masks:
         return "%" + self.of(value[1:]) if isinstance(value, str) and value.startswith("%") else value
 
     def _vanishing(self, row: OpRow, attrs: Mapping[str, Literal], refs: list[str]) -> frozenset[str]:
-        nothing: frozenset[str] = frozenset()
-        name = row.name
+        nothing, name = frozenset[str](), row.name
         if row.linear == "product" and "+" not in row.axes:
             return nothing.union(*(self.vanishes.get(r, nothing) | {self.of(r)} for r in refs))
         if refs and (row.linear in ("each", "mean") or row.same_elements or name == "div"):
@@ -107,8 +108,3 @@ def _loses(values: Mapping[str, Value], source: str, result: str) -> bool:
         return True
     before, after = values[source].dtype, values[result].dtype
     return before != after and not after.startswith(("float", "bfloat")) and before != "bool"
-
-
-def _floor(attrs: Mapping[str, Literal]) -> bool:
-    low, high = attrs.get("min"), attrs.get("max")
-    return isinstance(low, (int, float)) and 0 < low <= 1 and high is None

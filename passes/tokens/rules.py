@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
+from autopart.passes.ops.context import around_indices
 from autopart.passes.ops.letters import bound, ints
 from autopart.passes.tokens.context import Refused, TokenOp, before
 from autopart.passes.tokens.propagation import TokenLetters, by_letters
@@ -192,43 +193,25 @@ def repeat_interleave(op: TokenOp) -> OpRecipe:
 
 
 def index(op: TokenOp) -> OpRecipe:
-    """x[:, :, i] along axes without tokens; table[i] with an index for every token.
-
-    What is picked lies where the indices lie if those are next to each other, else in front.
-    """
-    shape, form, used = op.shapes[0], op.forms[0], _picks(op)
-    axes = sorted(used)
-    ndim = max(len(op.shapes[number]) for number in used.values())
-    adjacent = axes == list(range(axes[0], axes[0] + len(axes)))
-    start = axes[0] if adjacent else 0
-    picked = [op.forms[number] for number in used.values() if not op.forms[number].whole]
+    """x[:, :, i] along axes without tokens; table[i] with an index for every token."""
+    shape, form = op.shapes[0], op.forms[0]
+    axes, names = zip(*sorted(op.picks(len(shape)).items()), strict=True)
+    numbers = [op.refs.index(name[1:]) for name in names]
+    start, moved = around_indices(axes, max(len(op.shapes[number]) for number in numbers))
+    picked = [op.forms[number] for number in numbers if not op.forms[number].whole]
     if form.whole:
         if len(set(zip(op.forms[1:], op.shapes[1:], strict=True))) > 1:
             raise Refused("it picks by several indices, which do not all hold the tokens")
         if picked[0].queries is None or picked[0].keys is not None:
             raise Refused("it picks, for every two tokens, by an index")
         return op.recipe(picked[0].moved(lambda axis: start + axis))
-    if picked or any(op.model.varying(op.refs[number]) for number in used.values()) or op.differing():
+    if picked or any(op.model.varying(op.refs[number]) for number in numbers) or op.differing():
         raise Refused("it picks, for every token, from the tokens")
     if any(layout.axis in axes for _, layout in form.roles()):
         raise Refused("it picks some of the tokens by an index")
     if any(op.model.dtype(ref) in ("bool", "uint8") for ref in op.refs[1:]) or len(shape) < len(axes):
         raise Refused("it indexes with a mask")
-
-    def moved(axis: int) -> int:
-        kept = sum(1 for before in range(axis) if before not in axes)
-        return kept + ndim if not adjacent or axis > start else kept
-
     return op.recipe(form.moved(moved))
-
-
-def _picks(op: TokenOp) -> dict[int, int]:
-    """Axis to the number of the operand that indexes it."""
-    if op.name == "index_select":
-        return {op.axis("dim", len(op.shapes[0])): 1}
-    picks = op.arg("indices")
-    assert isinstance(picks, tuple)
-    return {axis: n for n, axis in enumerate((a for a, pick in enumerate(picks) if isinstance(pick, str)), start=1)}
 
 
 def in_pairs(op: TokenOp) -> OpRecipe:

@@ -12,8 +12,7 @@ from autopart.ir.errors import RefusedError
 from autopart.ir.graph import Graph, LossReduction
 from autopart.ir.shares import RowLayout
 from autopart.ir.size import Size
-from autopart.passes.loss.derive import UnprovenRows, derive_loss_weight
-from autopart.passes.loss.layouts import find_layouts
+from autopart.passes.loss.derive import UnprovenRows, derive_loss_weight, find_layouts
 from autopart.passes.loss.steady import steady_updates
 from autopart.planning.derive.family import Captures, ProgramFamily, another_size, mark_rows
 from autopart.planning.derive.probe import prove_rows

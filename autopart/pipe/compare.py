@@ -35,7 +35,7 @@ from autopart.ir.graph import Graph
 from autopart.options import Options
 from autopart.passes.program.schedules import find
 from autopart.pipe.pipe import Pipe
-from autopart.planning.derive.reduction import couples_rows, coupling_ops
+from autopart.planning.derive.reduction import coupling_ops
 from autopart.runtime.tensors import dense
 from autopart.session.ranks.agreement import from_rank
 from autopart.session.step.loss_shares import whole_shares
@@ -162,7 +162,7 @@ def verify_step(
                 fix="verify with replicas=1, or, if these are the statistics of batch norms, with sync_batchnorm=True",
             )
             raise session.world.known(error)
-        random, couples = any(op.random for op in graph.ops), couples_rows(graph)
+        random, couples = any(op.random for op in graph.ops), bool(coupling_ops(graph))
         expected: Outcome | None = None
         if random or (couples and shares is None):
             reference = RANDOM if random else TERMS

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -127,8 +126,3 @@ class TokenOp(OpCall):
     def recipe(self, form: Form, reads: Sequence[Form] | None = None, how: str = "", amount: int = 0) -> OpRecipe:
         """A recipe with one form for all results.  reads: the forms of the operands where it is left out."""
         return OpRecipe(tuple(self.forms if reads is None else reads), dict.fromkeys(self.op.writes, form), how, amount)
-
-
-def before(shape: Shape, axis: int) -> int:
-    """The number of elements in the axes before this one."""
-    return math.prod(shape[:axis])

@@ -15,7 +15,7 @@ from autopart.passes.ops.letters import bound, ints
 from autopart.passes.ops.row import VIEW
 from autopart.passes.ops.table import op_name
 from autopart.passes.tokens import recipe as words
-from autopart.passes.tokens.context import Refused, TokenOp, before
+from autopart.passes.tokens.context import Refused, TokenOp
 from autopart.passes.tokens.propagation import TokenLetters, by_letters
 from autopart.passes.tokens.recipe import WHOLE, Form, OpRecipe, QueryKeyAxes, TokenLayout
 from autopart.passes.tokens.state_rules import STATE_RULES, shifted, window
@@ -36,8 +36,8 @@ def reshape(op: TokenOp) -> OpRecipe:
         raise Refused("it merges the tokens of queries and keys")
     found = Form(order=form.order)
     for (prefix, layout), axis in zip(sorted(form.roles(), key=lambda role: role[1].axis), growing, strict=True):
-        ahead = before(shape, layout.axis) * layout.stride
-        stride, rest = divmod(ahead, before(out, axis))
+        ahead = math.prod(shape[: layout.axis]) * layout.stride
+        stride, rest = divmod(ahead, math.prod(out[:axis]))
         block, more = divmod(out[axis], stride * (op.model.tokens - layout.short)) if stride else (0, 1)
         if rest or more or not block:
             raise Refused("the tokens are no longer in order after it")

@@ -33,16 +33,12 @@ class BatchRule:
     steady: frozenset[str] = frozenset()
 
 
-def couples_rows(graph: Graph, *, synced: bool = False) -> bool:
-    """Return whether micro-batches give other results than the whole batch, by batch statistics or changed buffers.
+def coupling_ops(graph: Graph, *, synced: bool = False) -> set[str]:
+    """Return the ops for which micro-batches give other results than the whole batch: they take batch statistics, or
+    write a buffer's new value.
 
     synced: whether batch norms use the statistics of all micro-batches.
     """
-    return bool(coupling_ops(graph, synced=synced))
-
-
-def coupling_ops(graph: Graph, *, synced: bool = False) -> set[str]:
-    """Return the ops for which `couples_rows` holds: they take batch statistics, or write a buffer's new value."""
     norms = {op.name for op in graph.ops if "batch_norm" in op.target and ("training", True) in op.attrs}
     writers = {value: op for op in graph.ops for value in op.writes}
     updating = [writers[value] for _, value in graph.updates]

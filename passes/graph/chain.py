@@ -42,9 +42,11 @@ class RangeCosts:
         return np.asarray(sums[None, :] - sums[:, None])
 
     @cached_property
-    def scratch(self) -> Ints:
-        """[a, b]: bytes of the largest scratch in the range."""
-        return largest(self.blocks[FIELDS.index("scratch_bytes")])
+    def largest(self) -> dict[str, Ints]:
+        """By kind of cost, [a, b]: the most of it, in its unit, that one block of the range has."""
+        return {
+            field: largest(self.blocks[FIELDS.index(field)]) for field in ("saved_bytes", "scratch_bytes", "tail_ns")
+        }
 
     @cached_property
     def kept(self) -> Ints:
@@ -61,16 +63,6 @@ class RangeCosts:
         for a in range(n - 1):
             result[a, a + 2 :] = np.minimum.accumulate(self.crossing[a + 1 : n])
         return result
-
-    @cached_property
-    def longest_tail(self) -> Ints:
-        """[a, b]: the longest end of a block in the range that does not run again, in nanoseconds."""
-        return largest(self.blocks[FIELDS.index("tail_ns")])
-
-    @cached_property
-    def heaviest(self) -> Ints:
-        """[a, b]: the most bytes that one block of the range saves."""
-        return largest(self.blocks[FIELDS.index("saved_bytes")])
 
 
 def largest(amounts: Ints) -> Ints:

@@ -52,21 +52,22 @@ class Analysis:
 
     def __init__(self, graph: Graph, other: Graph, given: frozenset[str] = frozenset()) -> None:
         """given: values to put into `of_batch` if they are a sum or a mean over the rows.  O(ops)."""
-        self.graph, self.other = graph, other
+        self.graph = graph
         self.of_batch: dict[str, RowPlacement] = {}
         self._given_whole = given
-        self._values, self._other_values = graph.value_map(), other.value_map()
-        self._params = graph.param_map()
+        values, others, params = graph.value_map(), other.value_map(), graph.param_map()
+        pairs, sizes = zip(graph.ops, other.ops, strict=True), (graph.rows, other.rows)
+        self._contexts = [OpContext(*pair, *sizes, values, others, params) for pair in pairs]
         self._masks = Masks()
         counted = [set(op.reads) for op in graph.ops if op_name(op.target) in _COUNTS]
         other_reads = {name for op in graph.ops if op_name(op.target) not in _COUNTS for name in op.reads}
         self._only_counted = frozenset(set().union(*counted) - other_reads)
         self._countable = of_inputs_alone(graph)
         for op in graph.ops:
-            self._masks.see(op, self._values)
+            self._masks.see(op, values)
         self._given: dict[str, RowPlacement] = {}
         for name in graph.inputs:
-            axis = self._values[name].rows_axis
+            axis = values[name].rows_axis
             self._given[name] = CONSTANT if axis is None else RowPlacement(SHARD, axis=axis, stride_factor=1)
         for param in graph.params:
             if param.kind == "constant" and param.size_bytes:
@@ -84,14 +85,13 @@ class Analysis:
         self.of_batch.clear()
         equal = self._constants & proven
         placements = {name: placement for name, placement in self._given.items() if name not in equal}
-        for number, (op, other_op) in enumerate(zip(self.graph.ops, self.other.ops, strict=True)):
-            sizes = self.graph.rows, self.other.rows
-            context = OpContext(op, other_op, *sizes, self._values, self._other_values, self._params, placements)
+        for number, context in enumerate(self._contexts):
+            context.placements = placements
             found = _masked_mean(context, self._masks) or self._placements_of(number, context)
             found = [self._counted(context, placement) for placement in found]
             if any(placement.tag == UNPROVEN for placement in found) and self._is_beyond_numbers(context):
                 found = [replace(placement, gated=True) for placement in found]
-            for written, placement in zip(op.writes, found, strict=True):
+            for written, placement in zip(context.op.writes, found, strict=True):
                 settled = _settled(context, written, placement, proven)
                 if written in self._given_whole and settled.tag == PARTIAL:
                     self.of_batch[written] = settled

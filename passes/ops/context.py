@@ -67,11 +67,11 @@ class OpContext(OpCall):
         values: Mapping[str, Value],
         other_values: Mapping[str, Value],
         params: Mapping[str, Param],
-        placements: Mapping[str, RowPlacement],
     ) -> None:
         super().__init__(op, other_op)
         self.rows, self.other_rows, self.values, self.other_values = rows, other_rows, values, other_values
-        self.params, self.placements = params, placements
+        self.params = params
+        self.placements: Mapping[str, RowPlacement] = {}
 
     @property
     def out(self) -> Value:

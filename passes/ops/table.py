@@ -12,21 +12,7 @@ from itertools import chain
 from typing import Any
 
 from autopart.ir.errors import UsageError
-from autopart.passes.ops.row import (
-    ASSERTION,
-    CREATION,
-    INDEXING,
-    LOSS,
-    MATMUL,
-    NORM,
-    OTHER,
-    POINTWISE,
-    REDUCTION,
-    VIEW,
-    WINDOW,
-    OpRow,
-    check,
-)
+from autopart.passes.ops.row import MATMUL, OTHER, POINTWISE, OpRow, check
 
 
 def _rows(names: str, axes: str = "", **columns: Any) -> Iterator[OpRow]:
@@ -36,7 +22,7 @@ def _rows(names: str, axes: str = "", **columns: Any) -> Iterator[OpRow]:
 
 
 def _views() -> Iterator[OpRow]:
-    view = partial(_rows, family=VIEW, storage="out of order", saves="nothing", flops="none")
+    view = partial(_rows, family="view", storage="out of order", saves="nothing", flops="none")
     yield from view("reshape view unflatten flatten", storage="reshape", same_elements=True)
     yield from view("_unsafe_view view_as", storage="reshape")
     yield from view("unsqueeze squeeze", storage="in order", same_elements=True)
@@ -52,7 +38,7 @@ def _views() -> Iterator[OpRow]:
 
 
 def _pointwise() -> Iterator[OpRow]:
-    pointwise = partial(_rows, axes="... -> ...", family=POINTWISE)
+    pointwise = partial(_rows, axes="... -> ...", family="pointwise")
     yield from pointwise("add sub rsub", linear="sum", saves="nothing")
     yield from pointwise("mul", linear="product", saves="factors")
     yield from pointwise("div", saves="quotient")
@@ -83,7 +69,7 @@ def _pointwise() -> Iterator[OpRow]:
 def _reductions() -> Iterator[OpRow]:
     """Ops that drop the axes D, and ops that run along them."""
 
-    reduction = partial(_rows, family=REDUCTION, mixes="D", flops="read")
+    reduction = partial(_rows, family="reduction", mixes="D", flops="read")
     over = partial(reduction, axes="...D -> ...", named_by="dim=all")
     along = partial(reduction, axes="...D -> ...D", named_by="dim=-1")
     pair = partial(reduction, axes="...D, ...D -> ...")
@@ -107,7 +93,7 @@ def _reductions() -> Iterator[OpRow]:
 
 
 def _norms() -> Iterator[OpRow]:
-    norm = partial(_rows, family=NORM, flops="read", hidden="statistics")
+    norm = partial(_rows, family="norm", flops="read", hidden="statistics")
     trailing = partial(norm, axes="...D, D, D -> ...D", may_mix="D", named_by="normalized_shape")
     yield from trailing("layer_norm rms_norm _fused_rms_norm")
     yield from trailing("native_layer_norm", saves="both")
@@ -121,7 +107,7 @@ def _norms() -> Iterator[OpRow]:
 
 def _products() -> Iterator[OpRow]:
     def product(name: str, axes: str, flops: str) -> Iterator[OpRow]:
-        return _rows(name, axes, family=MATMUL, linear="product", saves="factors", flops=flops)
+        return _rows(name, axes, family="matmul", linear="product", saves="factors", flops=flops)
 
     yield from product("linear", "...k, nk, +n -> ...n | ...k, k, + -> ...", "...kn")
     yield from product("matmul", "k, k -> | k, ...kn -> ...n | ...mk, k -> ...m | ...mk, ...kn -> ...mn", "...mnk")
@@ -136,11 +122,11 @@ def _products() -> Iterator[OpRow]:
     yield from product("outer ger", "m, n -> mn", "written")
     yield from product("bilinear", "...i, ...j, nij, +n -> ...n", "...nij")
     yield from product("einsum", "equation", "equation")
-    yield from _rows("_grouped_mm grouped_mm_fallback", family=MATMUL, saves="factors", flops="inner")
+    yield from _rows("_grouped_mm grouped_mm_fallback", family="matmul", saves="factors", flops="inner")
     yield from _rows(
         "scaled_dot_product_attention",
         "enable_gqa: ...hqe, ...gke, ...gkv, +...hqk -> ...hqv | ...qe, ...ke, ...kv, +...qk -> ...qv",
-        family=MATMUL,
+        family="matmul",
         may_mix="hgqkev",
         saves="both",
         hidden="attention",
@@ -151,7 +137,7 @@ def _products() -> Iterator[OpRow]:
     recurrent = partial(
         _rows,
         axes="batch_first: bti, lbh, * -> bto, lbh | tbi, lbh, * -> tbo, lbh",
-        family=MATMUL,
+        family="matmul",
         may_mix="tiolh",
         saves="factors",
         flops="weights",
@@ -171,7 +157,7 @@ def _convolutions() -> Iterator[OpRow]:
     for axes, visited, kernel in (("x", "S", "u"), ("xy", "ST", "uv"), ("xyz", "STU", "uvw")):
         plain.append(f"ni{axes}, oi{kernel}, o -> no{visited} | i{axes}, oi{kernel}, o -> o{visited}")
         transposed.append(f"ni{visited}, io{kernel}, o -> no{axes} | i{visited}, io{kernel}, o -> o{axes}")
-    convolution = partial(_rows, family=MATMUL, may_mix="ioxyzSTUuvw", saves="factors", flops="noiSTUuvw")
+    convolution = partial(_rows, family="matmul", may_mix="ioxyzSTUuvw", saves="factors", flops="noiSTUuvw")
     for rank in (1, 2, 3):
         yield from convolution(f"conv{rank}d", plain[rank - 1])
         yield from convolution(f"conv_transpose{rank}d", transposed[rank - 1])
@@ -180,7 +166,7 @@ def _convolutions() -> Iterator[OpRow]:
 
 
 def _indexing() -> Iterator[OpRow]:
-    moved = partial(_rows, family=INDEXING)
+    moved = partial(_rows, family="indexing")
     move, look_up = partial(moved, saves="nothing"), partial(moved, saves="indices")
     yield from look_up("embedding", "vd, ... -> ...d", may_mix="v", looks_up=True)
     yield from move("bucketize.Tensor", "..., b -> ...", mixes="b")
@@ -207,7 +193,7 @@ def _indexing() -> Iterator[OpRow]:
 
 
 def _creations() -> Iterator[OpRow]:
-    create = partial(_rows, family=CREATION, saves="nothing", flops="none")
+    create = partial(_rows, family="creation", saves="nothing", flops="none")
     yield from create("rand randn rand_like randn_like normal_functional", stand_in=0.5)
     yield from create("exponential geometric cauchy log_normal uniform", stand_in=0.5)
     yield from create("""
@@ -218,7 +204,7 @@ def _creations() -> Iterator[OpRow]:
 def _losses() -> Iterator[OpRow]:
     """With `reduction`, results have fewer axes than without."""
 
-    loss = partial(_rows, family=LOSS, flops="read")
+    loss = partial(_rows, family="loss", flops="read")
     yield from loss("cross_entropy_loss", saves="indices", hidden="log_softmax", averages="classes")
     yield from loss("nll_loss nll_loss_nd", saves="indices", averages="classes")
     yield from loss("nll_loss2d", averages="classes")
@@ -238,7 +224,7 @@ def _losses() -> Iterator[OpRow]:
 def _windows() -> Iterator[OpRow]:
     def window(names: str, axes: str, saves: str = "inputs") -> Iterator[OpRow]:
         mixed = "".join(sorted({letter for letter in axes if letter.isalpha()} - {"n"}))
-        return _rows(names, axes, family=WINDOW, may_mix=mixed, saves=saves)
+        return _rows(names, axes, family="window", may_mix=mixed, saves=saves)
 
     line, plane, box = "...x -> ...x", "...xy -> ...xy", "...xyz -> ...xyz"
     yield from window("adaptive_avg_pool1d avg_pool1d upsample_nearest1d upsample_linear1d", line, "nothing")
@@ -254,7 +240,7 @@ def _windows() -> Iterator[OpRow]:
     yield from window("col2im", "nij -> ncxy", "nothing")
     yield from window("grid_sampler grid_sampler_2d", "ncxy, nuvi -> ncuv | ncxyz, nuvwi -> ncuvw")
     yield from window("affine_grid_generator", "nij -> nuvk | nij -> nuvwk")
-    yield from _rows("local_response_norm", "nc... -> nc...", family=WINDOW, may_mix="c.")
+    yield from _rows("local_response_norm", "nc... -> nc...", family="window", may_mix="c.")
 
 
 def _table() -> dict[str, OpRow]:
@@ -262,7 +248,7 @@ def _table() -> dict[str, OpRow]:
     assertions = "_assert_tensor_metadata _assert_async _assert_scalar sym_constrain_range"
     families = (_views, _pointwise, _reductions, _norms, _products, _indexing, _creations, _losses, _windows)
     rows = chain.from_iterable(family() for family in families)
-    for row in (*rows, *_rows(assertions, family=ASSERTION, saves="nothing", flops="none")):
+    for row in (*rows, *_rows(assertions, family="assertion", saves="nothing", flops="none")):
         assert row.name not in table, f"{row.name} has two rows"
         table[row.name] = row
     return table

@@ -153,7 +153,9 @@ class _Analysis:
         """For operands that are parameters or made by the prologue: token by token where possible, else every slice
         computes the whole result."""
         model = self._model
-        seeds = [self._seed(ref) for ref in op.refs]
+        axes = {ref: model.varying(ref) if ref in model.full else () for ref in op.refs}
+        layouts = [model.layout(ref, axes[ref][0]) if len(axes[ref]) == 1 else None for ref in op.refs]
+        seeds = [None if layout is None else Form(queries=layout) for layout in layouts]
         if any(model.varying(name) for name in op.op.writes) and any(seeds):
             op.forms = [seed or WHOLE for seed in seeds]
             with suppress(Refused):
@@ -162,11 +164,6 @@ class _Analysis:
                     self._causality.proven(op.op.name, recipe)
                     return recipe
         return op.recipe(WHOLE, (WHOLE,) * len(op.refs))
-
-    def _seed(self, ref: str) -> Form | None:
-        axes = self._model.varying(ref)
-        layout = self._model.layout(ref, axes[0]) if ref in self._model.full and len(axes) == 1 else None
-        return Form(queries=layout) if layout is not None else None
 
     def _note_chain(self, op: Op, recipe: OpRecipe) -> None:
         """Note a value that only rearranges another one, of which its earlier tokens can be made too."""

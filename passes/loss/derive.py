@@ -123,7 +123,8 @@ def _derived(analysis: Analysis, proven: frozenset[str], stated: str | None) -> 
     placements = analysis(proven | constants)
     found, strict = placements[loss], strictly[loss]
     if found.tag == UNPROVEN:
-        names = _to_test(graph, placements, loss)
+        axes, sources = {v.name: v.rows_axis for v in graph.values}, _unproven_sources(graph, placements, loss)
+        names = frozenset(n for n in sources if axes.get(n) is not None and not placements[n].gated)  # to be tested
         opaque = not names and not analysis.of_batch
         raise UnprovenRows(
             names | _open_constants(graph, strictly),
@@ -259,13 +260,6 @@ def _open_constants(graph: Graph, placements: dict[str, RowPlacement]) -> frozen
     return found & {p.name for p in graph.params}
 
 
-def _to_test(graph: Graph, placements: dict[str, RowPlacement], loss: str) -> frozenset[str]:
-    """Unproven values along the rows that the loss depends on through unproven values only."""
-    axes = {v.name: v.rows_axis for v in graph.values}
-    found = _unproven_sources(graph, placements, loss)
-    return frozenset(name for name in found if axes.get(name) is not None and not placements[name].gated)
-
-
 def _unproven_sources(graph: Graph, placements: dict[str, RowPlacement], loss: str) -> frozenset[str]:
     """Unproven values and constants that the loss depends on through unproven ones only.  O(reads)."""
     unproven = {name for name, placement in placements.items() if placement.tag == UNPROVEN}
@@ -330,9 +324,8 @@ def find_layouts(
     unproven = [name for name in asked if placements[name].tag == UNPROVEN]
     sources = frozenset[str]().union(*(_unproven_sources(graph, placements, name) for name in unproven)) - proven
     if sources:
-        raise UnprovenRows(
-            sources, _where_of(graph, graph.writer().get(unproven[0], unproven[0])), placements[unproven[0]].why
-        )
+        first = unproven[0]
+        raise UnprovenRows(sources, _where_of(graph, graph.writer().get(first, first)), placements[first].why)
     found: dict[str, RowLayout | None] = dict.fromkeys(drawn)
     for name in asked:
         found[name] = _layout(graph, name, placements[name], crosses=name in crossing)

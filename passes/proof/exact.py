@@ -122,7 +122,12 @@ class _PipelineProgram:
         paces: list[Amount] = []  # y
         for q, slack in enumerate(off_path_slack_ns(self.model, self.path)):
             self.cp.add(self._sum_at(q, [1] * len(self.later)) >= 1)
-            self._limit_memory(q)
+            memory, need = (
+                self.model.memory_bytes[q],
+                [self.model.need_bytes(q, item) for item in range(len(self.later))],
+            )
+            if sum(need) > memory:  # larger needs are cut off there, which keeps the numbers small
+                self.cp.add(self._sum_at(q, [min(size, memory + 1) for size in need]) <= memory)
             paces.append(self._pace_at(q, times[q], slack // self.unit))
             self.cp.add(micros * times[q] <= self.objective)
             self.cp.add(sum(paces[:q]) + micros * paces[q] <= self.objective)
@@ -160,13 +165,6 @@ class _PipelineProgram:
         self.cp.add(pace >= self._sum_at(q, [t if item in path else 0 for item, t in enumerate(times)]))
         self.cp.add(pace >= time - slack + slack * on)
         return pace
-
-    def _limit_memory(self, q: int) -> None:
-        """Limit the memory of position q; larger needs are cut off there, which keeps the numbers small."""
-        memory = self.model.memory_bytes[q]
-        need = [self.model.need_bytes(q, item) for item in range(len(self.later))]
-        if sum(need) > memory:
-            self.cp.add(self._sum_at(q, [min(size, memory + 1) for size in need]) <= memory)
 
     def hint(self, position_of: Sequence[int]) -> None:
         """Start from this pipeline."""

@@ -90,7 +90,8 @@ def _gradient_difference(
         whole = _gradients(large, names, loss, seed, weights)
         total = [torch.zeros_like(g) for g in whole]
         for piece, share in zip(pieces, shares, strict=True):
-            total = [t + g for t, g in zip(total, _gradients(small, names, piece, seed * share, weights), strict=True)]
+            parts = _gradients(small, names, piece, seed * share, weights)
+            total = [t + g for t, g in zip(total, parts, strict=True)]
         for name, found, expected in zip(names, total, whole, strict=True):
             if seed == 0 and not (found.any() or expected.any()):
                 continue

@@ -18,7 +18,6 @@ from autopart.files.plans import diff_plans, load_plan, save_plan
 from autopart.files.schedule_csv import save_schedule_csv
 from autopart.files.traces import load_trace
 from autopart.ir.errors import UsageError
-from autopart.ir.explain import terminal_width
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan
 from autopart.ir.timeline import Timeline
@@ -27,7 +26,7 @@ from autopart.passes.program.schedules import find
 from autopart.planning.schedule_files import schedule_text
 from autopart.report.comparison import Answer, comparison_facts, comparison_table
 from autopart.report.page.page import write_page
-from autopart.report.plan_table import plan_facts, stage_table
+from autopart.report.plan_table import plan_facts, stage_table, terminal_width
 from autopart.report.text_timeline import timeline_text
 from autopart.report.traces import save_trace
 

@@ -16,7 +16,6 @@ from autopart.ir.decision import Decision as Decision
 from autopart.ir.decision import Problem, decision_problems, refuse
 from autopart.ir.decision import Stage as Stage
 from autopart.ir.decision import check_decision as check_decision
-from autopart.ir.explain import explain
 from autopart.ir.graph import Graph
 from autopart.ir.outlook import Estimate as Estimate
 from autopart.ir.outlook import Outlook as Outlook
@@ -99,7 +98,7 @@ class Plan:
         gradients over the replicas, and the optimizer.  in and out: MiB that the stage receives and sends for each
         micro-batch in the forward.
         """
-        return explain(self.decision, self.outlook, self.provenance.costs)
+        return _drawing("plan_table").stage_table(self, with_modules=False)  # type: ignore[no-any-return]
 
     def report(self, path: str | os.PathLike[str], *, measured: Timeline | None = None) -> Path:
         """Write the plan as one HTML page that needs no network, and return its path.
@@ -108,11 +107,11 @@ class Plan:
         path: ends in .html.  measured: a step that ran (`Pipe.timeline`), to be shown beside the simulated one.  Raises
         UsageError if it cannot be written.
         """
-        return _drawing("page").write_page(self, path, measured=measured)  # type: ignore[no-any-return]
+        return _drawing("page.page").write_page(self, path, measured=measured)  # type: ignore[no-any-return]
 
     def _repr_html_(self) -> str:
         """Return a table and a small picture, for notebooks."""
-        return _drawing("notebook").plan_fragment(self)  # type: ignore[no-any-return]
+        return _drawing("page.notebook").plan_fragment(self)  # type: ignore[no-any-return]
 
     @property
     def step_without_optimizer_ns(self) -> int:
@@ -127,7 +126,7 @@ class Plan:
 
 def _drawing(module: str) -> Any:
     """Return a module that draws plans.  Those stand above the languages, and are loaded when something is drawn."""
-    return import_module(f"autopart.report.page.{module}")
+    return import_module(f"autopart.report.{module}")
 
 
 def check(plan: Plan, graph: Graph | None = None) -> Plan:

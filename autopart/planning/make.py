@@ -26,8 +26,7 @@ from autopart.ir.cluster import Cluster
 from autopart.ir.device_kinds import DEVICE_KINDS
 from autopart.ir.errors import AutopartError, CaptureError, InfeasibleError, PlanError, RefusedError, UsageError
 from autopart.ir.graph import Graph, LossReduction
-from autopart.ir.outlook import Alternative
-from autopart.ir.plan import Plan, Precision
+from autopart.ir.plan import Alternative, Plan, Precision
 from autopart.ir.program import BUCKET_BYTES
 from autopart.ir.size import Size
 from autopart.options import Options

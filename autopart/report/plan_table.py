@@ -12,8 +12,7 @@ from dataclasses import asdict
 from autopart.ir.decision import Decision, Stage, listed_runs
 from autopart.ir.errors import printable, shortened
 from autopart.ir.graph import Graph, module_range, stage_modules
-from autopart.ir.outlook import Estimate, Outlook
-from autopart.ir.plan import Plan
+from autopart.ir.plan import Estimate, Outlook, Plan
 from autopart.ir.program import BUCKET_BYTES
 
 COST_DESCRIPTIONS = {

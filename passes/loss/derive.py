@@ -1,7 +1,7 @@
 """How the losses of micro-batches combine to the loss of the whole batch, derived from the graph; or a refusal.
 
 Every value gets a placement (`analysis`, `ops.placement`) from rules for single ops: from their letters in the table of
-ops (`ops.propagation`), or from a rule for what moves elements, for loss functions (`rules`) and for counts (`masks`).
+ops (`ops.propagation`), or from a rule for what moves elements, for loss functions (`rules`) and for counts (`Masks`).
 An op without a rule is reported, and may be tested on numbers (`planning.derive.probe`).
 
 Assumed: random ops draw per micro-batch, and batch norm in training takes statistics per micro-batch, in the reference
@@ -13,7 +13,7 @@ and must be left out when losses are combined.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from autopart.ir.errors import CaptureError, RefusedError, UsageError
 from autopart.ir.graph import Adjusted, Graph, LossReduction, Op
@@ -56,6 +56,7 @@ _OTHERWISE = (
 )
 
 
+@dataclass(eq=False)
 class UnprovenRows(Exception):
     """Raised if the rules cannot tell whether some values keep the rows of the batch apart.
 
@@ -65,17 +66,14 @@ class UnprovenRows(Exception):
     numbers confirm is right; None where it is not set.
     """
 
-    def __init__(
-        self,
-        names: frozenset[str],
-        where: str,
-        why: str,
-        *,
-        stateable: bool = False,
-        stated: tuple[LossReduction, ...] | None = None,
-    ) -> None:
-        self.names, self.where, self.why, self.stateable, self.stated = names, where, why, stateable, stated
-        super().__init__(f"{where}: {why}")
+    names: frozenset[str]
+    where: str
+    why: str
+    stateable: bool = False
+    stated: tuple[LossReduction, ...] | None = None
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.why}"
 
     @property
     def refusal(self) -> RefusedError:

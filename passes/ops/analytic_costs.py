@@ -110,22 +110,16 @@ def _cost(
     back = backward_flops(op, values, params)
     passes = max(1, -(-back // work)) if work else 1
     backward_ns = roofline_ns(int(back * seen), moved * passes + added.inside, device, dtype)
+    # held during the backward alone: the gradients of results and operands; that of a view holds none of its own
+    scratch = sum(values[name].size_bytes for name in {*op.reads, *op.writes} if values[name].grad)
+    scratch += sum(params[p].size_bytes for p in op.params if params[p].trainable)
     return Cost(
         forward_ns,
         backward_ns + passing_ns(added.own, device) if added.flows else 0,
         _hidden_bytes(op, values, params, device) + sum(values[name].size_bytes for name in kept),
-        _scratch_bytes(op, values, params),
+        0 if row_of(op.target).family == VIEW else scratch,
         work,
     )
-
-
-def _scratch_bytes(op: Op, values: Mapping[str, Value], params: Mapping[str, Param]) -> int:
-    """Bytes that are held during the op's backward alone: the gradients of its results and operands, of parameters too.
-    The backward of a view holds none of its own."""
-    if row_of(op.target).family == VIEW:
-        return 0
-    gradients = sum(values[name].size_bytes for name in {*op.reads, *op.writes} if values[name].grad)
-    return gradients + sum(params[p].size_bytes for p in op.params if params[p].trainable)
 
 
 def roofline_ns(work: int, moved: int, device: Device, dtype: str) -> int:

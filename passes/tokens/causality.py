@@ -108,14 +108,12 @@ class Causality:
         """Whether a value is `what` wherever the key is later than the query."""
         claim = at, what
         if claim not in self._known:
-            self._known[claim] = self._holds(at, what)
+            op = self._model.writer.get(at.value)
+            if at.value in self._model.fixed:
+                self._known[claim] = self._numbers_hold(at, what)
+            else:
+                self._known[claim] = op is not None and self._op_holds(TokenOp(self._model, op), at, what)
         return self._known[claim]
-
-    def _holds(self, at: QueryKeyAxes, what: str) -> bool:
-        if at.value in self._model.fixed:
-            return self._numbers_hold(at, what)
-        op = self._model.writer.get(at.value)
-        return op is not None and self._op_holds(TokenOp(self._model, op), at, what)
 
     def _numbers_hold(self, at: QueryKeyAxes, what: str) -> bool:
         there = self._there(at, what)

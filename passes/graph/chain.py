@@ -89,7 +89,11 @@ class BlockChain:
         most = [max((sizes.get(name, 0) for name in op.params), default=0) for op in blocks.ops]
         self.largest_trained = largest(np.array(most, dtype=np.int64))
         self.captured, self.cost_model = captured, cost_model
-        self._block_of_op = _block_of_op(blocks, captured)
+        owner: dict[str, int] = {}  # the first block that holds each captured op
+        for i, block in enumerate(blocks.ops):
+            for part in block.parts or (block.name,):
+                owner.setdefault(part, i)
+        self._block_of_op = np.array([owner[op.name] for op in captured.ops], dtype=np.int64)
         self._in_tail = _in_tail(captured, self._block_of_op.tolist())
         self._range_costs: dict[tuple[Size, int], RangeCosts] = {}
 
@@ -123,15 +127,6 @@ class BlockChain:
         sizes = np.array([v.size_bytes for v in values], dtype=np.int64)
         forward = replace(resized, values=tuple(replace(v, grad=False) for v in values))
         return RangeCosts(sums.astype(np.int64), sizes, enters, returns, crossing_bytes(forward))
-
-
-def _block_of_op(blocks: Graph, captured: Graph) -> Ints:
-    """The first block that holds each captured op."""
-    owner: dict[str, int] = {}
-    for i, block in enumerate(blocks.ops):
-        for part in block.parts or (block.name,):
-            owner.setdefault(part, i)
-    return np.array([owner[op.name] for op in captured.ops], dtype=np.int64)
 
 
 def _in_tail(captured: Graph, block_of_op: Sequence[int]) -> Ints:

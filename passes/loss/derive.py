@@ -19,7 +19,7 @@ from autopart.ir.errors import CaptureError, RefusedError, UsageError
 from autopart.ir.graph import Adjusted, Graph, LossReduction, Op
 from autopart.ir.shares import RowLayout
 from autopart.passes.loss.analysis import CHANGED_BUFFER, DIVIDES_BY_NONE, Analysis, numbers_of_inputs
-from autopart.passes.loss.terms import summands
+from autopart.passes.loss.rules import adds
 from autopart.passes.ops.placement import (
     CONSTANT,
     COUPLED,
@@ -187,10 +187,30 @@ def _weight(graph: Graph, found: RowPlacement, op: str) -> LossReduction:
 
 
 def _terms(graph: Graph, placements: Mapping[str, RowPlacement], loss: str, stated: str | None) -> tuple[Adjusted, ...]:
-    """The terms of a sum with the reduction of each."""
-    found = summands(graph, placements, loss)
-    if isinstance(found, RowPlacement):
-        raise _refusal(graph, found.op, found.why)
+    """The terms of the loss, which is TERMS, with the reduction of each where it is added: each is weighed by its own
+    share there, and the sums of the micro-batches add up.
+
+    Refused where weighing the terms would change another value.  O(ops).
+    """
+    found, sums = dict[tuple[str, str], None](), {loss}  # (op that adds, value or parameter that it adds)
+    for op in reversed(graph.ops):
+        if sums.isdisjoint(op.writes):
+            continue
+        numbers = [value for key, value in op.attrs if key in ("self", "other") and isinstance(value, (int, float))]
+        if adds(op) and any(numbers):
+            raise _refusal(graph, op.name, "it adds a term that does not depend on the batch to a sum over the batch")
+        for operand in (*op.reads, *op.params):
+            if placements.get(operand, CONSTANT).tag == TERMS:
+                sums.add(operand)
+            elif adds(op):
+                found[op.name, operand] = None
+    for op in graph.ops:
+        if not sums.isdisjoint(op.reads):
+            sums.update(op.writes)
+    for buffer, value in graph.updates:
+        if value in sums:
+            why = f"buffer {buffer} keeps a sum of terms with different reductions"
+            raise _refusal(graph, graph.writer()[value], why)
     return tuple(
         Adjusted(value, agree(_weight(graph, placements.get(value, CONSTANT), op), stated), op) for op, value in found
     )
@@ -345,3 +365,12 @@ def _layout(graph: Graph, name: str, placement: RowPlacement, *, crosses: bool) 
     )
     refusal.value = name
     raise refusal
+
+
+def without_weight(graph: Graph, dropped: frozenset[tuple[str, str]]) -> frozenset[str]:
+    """The values that do not reach the loss without these reads, (op, value).  O(reads)."""
+    reached = {graph.outputs[0]}
+    for op in reversed(graph.ops):
+        if not reached.isdisjoint(op.writes):
+            reached.update(read for read in op.reads if (op.name, read) not in dropped)
+    return frozenset(value.name for value in graph.values) - reached

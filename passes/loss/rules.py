@@ -6,14 +6,15 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from autopart.ir.graph import LossReduction
+from autopart.ir.graph import LossReduction, Op
 from autopart.passes.ops.context import OpContext, around_indices
-from autopart.passes.ops.letters import bound, ints
+from autopart.passes.ops.letters import added_operands, bound, ints
 from autopart.passes.ops.placement import (
     INDEX,
     PARTIAL,
     REPLICATE,
     SHARD,
+    TERMS,
     RowPlacement,
     added,
     coupled,
@@ -23,6 +24,7 @@ from autopart.passes.ops.placement import (
 )
 from autopart.passes.ops.propagation import Rule, any_function, by_letters, combined, divide, spread, without_rows
 from autopart.passes.ops.row import CREATION, VIEW
+from autopart.passes.ops.table import op_name, row_of
 
 _NONE, _MEAN = 0, 1
 """torch.nn._reduction's numbers."""
@@ -315,6 +317,38 @@ def cross_entropy(context: OpContext) -> RowPlacement:
     weight, ignore = context.ref("weight"), context.number("ignore_index", -100)
     smoothed = weight is not None and context.arg("label_smoothing", 0.0) != 0
     return RowPlacement(PARTIAL, 0, LossReduction("tokens", context.ref("target"), ignore, weight, smoothed))
+
+
+def of_terms(context: OpContext) -> RowPlacement:
+    """The placement of an op with an operand that is TERMS: TERMS if it is linear, else COUPLED.
+
+    Losses may be sums of terms with different reductions: two token means, a sum and a mean, a sum and a regulariser.
+    """
+    if context.differing() or not _is_linear(context):
+        raise coupled("it is not linear in a sum of terms with different reductions")
+    return RowPlacement(TERMS)
+
+
+def _is_linear(context: OpContext) -> bool:
+    row, refs = context.row, context.tensors()
+    placements = [context.placement(ref) for ref in refs]
+    others = [placement for placement in placements if placement.tag != TERMS]
+    if adds(context.op):
+        return all(placement.tag in (PARTIAL, REPLICATE) for placement in others)
+    constant = len(others) == len(refs) - 1 and all(p.tag == REPLICATE and p.plain for p in others)
+    if context.name in ("div", "true_divide"):
+        divided = context.placement(context.arg("self")).tag == TERMS
+        return constant and divided and context.arg("rounding_mode") is None
+    if row.linear == "product":
+        return constant and not added_operands(row)
+    if row.linear in ("each", "mean") or row.same_elements:
+        return constant and placements[0].tag == TERMS and context.out.dtype.startswith(("float", "bfloat", "complex"))
+    return False
+
+
+def adds(op: Op) -> bool:
+    """Whether an op adds or joins its operands."""
+    return op_name(op.target) in ("cat", "stack") or row_of(op.target).linear == "sum"
 
 
 RULES: dict[str, Rule] = {

@@ -41,7 +41,7 @@ from autopart.ir.graph import Graph, Size
 from autopart.passes.program.orders import Shape
 from autopart.passes.program.schedules import find, in_flight
 from autopart.passes.search.evaluation import Evaluation
-from autopart.passes.search.space import PlanRequest, SearchSpace
+from autopart.passes.search.space import PlanRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +77,11 @@ def model_of(evaluation: Evaluation) -> PipelineModel:
     for stage in plan.stages:
         places = enumerate(costs.device_types.index(costs.cluster.devices[rank]) for rank in stage.ranks)
         parts = {(kind, stage.division.part(max(plan.micro_rows), replica)) for replica, kind in places}
-        of_types = [_block_costs(space, rows, device_type) for device_type, rows in sorted(parts)]
-        times.append(max((times_ns for times_ns, _ in of_types), key=sum))  # of unlike replicas, the slowest's alone
-        live_bytes.append((0,) * len(blocks.ops) if request.may_recompute or request.recomputed else of_types[0][1])
+        of_types = [[op.cost for op in space.chain.graph(Size(rows), kind).ops] for kind, rows in sorted(parts)]
+        totals = (tuple(cost.total_ns for cost in of_type) for of_type in of_types)
+        times.append(max(totals, key=sum))  # of unlike replicas, the slowest's alone
+        recomputes = request.may_recompute or request.recomputed
+        live_bytes.append(tuple(0 if recomputes else cost.saved_bytes for cost in of_types[0]))
     edges = _edges(blocks)
     owners = max(len(stage.ranks) for stage in plan.stages) if request.may_shard else 1
     return PipelineModel(
@@ -94,12 +96,6 @@ def model_of(evaluation: Evaluation) -> PipelineModel:
         memory_bytes=tuple(costs.cluster.least_memory_bytes(stage.ranks) for stage in plan.stages),
         forward_only=tuple(edge for edge, has_gradient in edges.items() if not has_gradient),
     )
-
-
-def _block_costs(space: SearchSpace, rows: int, device_type: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return (forward and backward, saved bytes) of each block."""
-    costs = [op.cost for op in space.chain.graph(Size(rows), device_type).ops]
-    return tuple(cost.total_ns for cost in costs), tuple(cost.saved_bytes for cost in costs)
 
 
 def _edges(blocks: Graph) -> dict[tuple[int, int], bool]:

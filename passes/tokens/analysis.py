@@ -86,14 +86,6 @@ class _Analysis:
         for op in self._graph.ops:
             if op.name not in self._prologue:
                 self._see(op)
-        refused = self._refusal()
-        if refused is not None:
-            return refused
-        ops, reach = _limit_windows(self._graph, self._ops, self._chain, self._causality.reach_of)
-        guards = tuple(self._causality.checks.values())
-        return Recipe(self._model.tokens, frozenset(self._prologue), ops, self._chain, guards, reach)
-
-    def _refusal(self) -> RefusedError | None:
         graph, model = self._graph, self._model
         output = graph.outputs[0]
         if output in self._refused:
@@ -103,7 +95,9 @@ class _Analysis:
             return _refusal(model.writer[value], f"it changes buffer {buffer}, once for every slice")
         if not model.form(output).partial:
             return _refusal(model.writer[output], "the loss does not add up over the tokens")
-        return None
+        ops, reach = _limit_windows(self._graph, self._ops, self._chain, self._causality.reach_of)
+        guards = tuple(self._causality.checks.values())
+        return Recipe(self._model.tokens, frozenset(self._prologue), ops, self._chain, guards, reach)
 
     def _see(self, op: Op) -> None:
         model = self._model

@@ -208,11 +208,6 @@ def index(op: TokenOp) -> OpRecipe:
     return op.recipe(form.moved(moved))
 
 
-def in_pairs(op: TokenOp) -> OpRecipe:
-    """view_as_complex, view_as_real: a last axis of two real numbers is one complex number."""
-    return op.recipe(op.forms[0])
-
-
 def batch_norm(op: TokenOp) -> OpRecipe:
     """In training it uses statistics of all tokens."""
     if op.arg("training") is not False:
@@ -339,7 +334,8 @@ RULES: dict[str, Callable[[TokenOp], OpRecipe]] = {
     **dict.fromkeys(("cat", "stack"), join),
     "scaled_dot_product_attention": attention,
     "embedding": embedding,
-    **dict.fromkeys(("view_as_complex", "view_as_real"), in_pairs),
+    # a last axis of two real numbers is one complex number
+    **dict.fromkeys(("view_as_complex", "view_as_real"), lambda op: op.recipe(op.forms[0])),
     "broadcast_tensors": broadcast,
     **dict.fromkeys(("softmax", "_softmax", "_safe_softmax"), softmax),
     "amax": largest,

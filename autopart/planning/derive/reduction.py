@@ -11,8 +11,8 @@ from autopart.capture.gc_pause import gc_paused
 from autopart.ir.errors import RefusedError
 from autopart.ir.graph import Graph, LossReduction, Size
 from autopart.ir.shares import RowLayout
+from autopart.passes.loss.analysis import steady_updates
 from autopart.passes.loss.derive import UnprovenRows, derive_loss_weight, find_layouts
-from autopart.passes.loss.steady import steady_updates
 from autopart.planning.derive.family import Captures, ProgramFamily, another_size, mark_rows
 from autopart.planning.derive.probe import prove_rows
 from autopart.planning.derive.stated import refuted

@@ -57,7 +57,10 @@ def _difference(
         with torch.enable_grad():
             asked = {captured.graph.outputs[0], *reduction.counted()}
             found = run(captured, rows_of(batch, place, size), asked, weights)
-        return found[captured.graph.outputs[0]], _weight(reduction, found, size)
+        weight = float(size)
+        if reduction.value is not None and reduction.ignore is not None:
+            weight = float(found[reduction.value].ne(reduction.ignore).sum())
+        return found[captured.graph.outputs[0]], weight
 
     try:
         loss, total = ran(large, 0)
@@ -105,9 +108,3 @@ def _gradients(
     captured: Captured, names: Sequence[str], loss: torch.Tensor, seed: float, weights: Weights
 ) -> list[torch.Tensor]:
     return [g.nan_to_num() for g in gradients(captured, names, [loss], [torch.full_like(loss, seed)], weights)]
-
-
-def _weight(reduction: LossReduction, found: dict[str, torch.Tensor], rows: int) -> float:
-    if reduction.value is None or reduction.ignore is None:
-        return float(rows)
-    return float(found[reduction.value].ne(reduction.ignore).sum())

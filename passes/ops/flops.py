@@ -44,7 +44,8 @@ def flops(op: Op, values: Mapping[str, Value], params: Mapping[str, Param]) -> i
     sizes = _sizes(found, shapes, result)
     if row.flops == "equation":  # all indices of a pair multiplied, operands contracted from left to right
         return 2 * math.prod(sizes.values()) * max(1, len(shapes) - 1)
-    return sum(2 * _product(term.strip(), sizes) for term in row.flops.split("+"))
+    products = (math.prod(sizes[name] for name in sizes if name and name[0] in term) for term in row.flops.split("+"))
+    return 2 * sum(products)
 
 
 def backward_flops(op: Op, values: Mapping[str, Value], params: Mapping[str, Param]) -> int:
@@ -133,11 +134,3 @@ def _sizes(found: Letters, shapes: Sequence[Shape], result: Shape) -> dict[str, 
         if place not in found.added:
             sizes.update((name, size) for name, size in zip(names, shape, strict=True) if name)
     return sizes
-
-
-def _product(term: str, sizes: Mapping[str, int]) -> int:
-    """The product of the sizes of the axes in a term like "...mnk"."""
-    product = 1
-    if "..." in term:
-        product = math.prod(size for name, size in sizes.items() if name.startswith("."))
-    return product * math.prod(sizes.get(letter, 1) for letter in term.replace(".", ""))

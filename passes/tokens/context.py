@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -28,12 +29,12 @@ class Numbers(Protocol):
         every slice that was tried."""
 
 
+@dataclass(eq=False)
 class Refused(Exception):
     """Ends a rule: the op cannot run slice by slice."""
 
-    def __init__(self, why: str, fix: str = "") -> None:
-        self.why, self.fix = why, fix
-        super().__init__(why)
+    why: str
+    fix: str = ""
 
 
 class Model:

@@ -264,7 +264,9 @@ class Masks:
         refs = [value[1:] for _, value in op.attrs if isinstance(value, str) and value.startswith("%")]
         first = refs[0] if refs else ""
         for place, written in enumerate(op.writes):
-            same = row.same_elements and not _loses(values, first, written)
+            before, after = values[first].dtype if first in values else "", values[written].dtype
+            kept = before == after or after.startswith(("float", "bfloat")) or before == "bool"  # others lose elements
+            same = row.same_elements and first in values and kept
             self._digest[written] = self.of(first) if same else self._made(op, place)
             if values[written].dtype == "bool":
                 self._flags.add(self._digest[written])
@@ -319,14 +321,6 @@ class Masks:
             counted = [("self", "%" + self.of(refs[1])), ("other", attrs.get("ignore_index", -100))]
             return nothing | {_digest_of("aten.ne.Scalar", counted, 0)}
         return nothing
-
-
-def _loses(values: Mapping[str, Value], source: str, result: str) -> bool:
-    """Whether a cast may change the elements: from floating point to bool or integer."""
-    if source not in values:
-        return True
-    before, after = values[source].dtype, values[result].dtype
-    return before != after and not after.startswith(("float", "bfloat")) and before != "bool"
 
 
 def _digest_of(target: str, arguments: list[tuple[str, Literal]], place: int) -> str:

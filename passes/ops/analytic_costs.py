@@ -316,12 +316,8 @@ def nameless(literal: Literal, place: dict[str, int]) -> Literal:
 
 def _looks(graph: Graph, other: Graph) -> dict[str, int]:
     """For each value and parameter, a number that stands for everything but its name."""
+    pairs = zip(graph.values, other.values, strict=True)
+    looks: dict[str, object] = {v.name: (v.shape, twin.shape, v.dtype, v.size_bytes, v.grad) for v, twin in pairs}
+    looks |= {p.name: (p.shape, p.dtype, p.size_bytes, p.trainable, p.kind) for p in graph.params}
     numbers: dict[object, int] = {}
-    looks: dict[str, int] = {}
-    for v, twin in zip(graph.values, other.values, strict=True):
-        look = v.shape, twin.shape, v.dtype, v.size_bytes, v.grad
-        looks[v.name] = numbers.setdefault(look, len(numbers))
-    for p in graph.params:
-        look_of_param = p.shape, p.dtype, p.size_bytes, p.trainable, p.kind
-        looks[p.name] = numbers.setdefault(look_of_param, len(numbers))
-    return looks
+    return {name: numbers.setdefault(look, len(numbers)) for name, look in looks.items()}

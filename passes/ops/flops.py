@@ -14,10 +14,10 @@ once before all that learns, and twice behind it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from autopart.ir.graph import Graph, Literal, Op, Param, Value
-from autopart.passes.ops.letters import Letters, Shape, letters
+from autopart.passes.ops.letters import Shape, letters
 from autopart.passes.ops.row import MATMUL
 from autopart.passes.ops.table import row_of
 
@@ -41,7 +41,12 @@ def flops(op: Op, values: Mapping[str, Value], params: Mapping[str, Param]) -> i
     if found is None:
         inner = shapes[0][-1] if shapes and shapes[0] else 1
         return 2 * written * inner
-    sizes = _sizes(found, shapes, result)
+    sizes = dict(
+        zip(found.results[0], result, strict=False)
+    )  # of a letter: in the last factor with it, else in the result
+    for place, (names, shape) in enumerate(zip(found.operands, shapes, strict=False)):
+        if place not in found.added:
+            sizes.update((name, size) for name, size in zip(names, shape, strict=True) if name)
     if row.flops == "equation":  # all indices of a pair multiplied, operands contracted from left to right
         return 2 * math.prod(sizes.values()) * max(1, len(shapes) - 1)
     products = (math.prod(sizes[name] for name in sizes if name and name[0] in term) for term in row.flops.split("+"))
@@ -125,12 +130,3 @@ def shape_of(ref: Literal, values: Mapping[str, Value], params: Mapping[str, Par
     if name in values:
         return values[name].shape
     return params[name].shape if name in params else None
-
-
-def _sizes(found: Letters, shapes: Sequence[Shape], result: Shape) -> dict[str, int]:
-    """The size of each letter: in the last factor with it, else in the result."""
-    sizes = dict(zip(found.results[0], result, strict=False))
-    for place, (names, shape) in enumerate(zip(found.operands, shapes, strict=False)):
-        if place not in found.added:
-            sizes.update((name, size) for name, size in zip(names, shape, strict=True) if name)
-    return sizes

@@ -147,7 +147,14 @@ def additions(graph: Graph, parts: list[WeightPart]) -> list[Addition]:
         elif cast and others.isdisjoint(op.writes):
             found.append(Addition(flows=False))
         else:
-            inside, own = _of_product(params[part.weight], dtype) if part.weight else (0, 0)
+            inside = own = 0
+            if part.weight:
+                weight = params[part.weight]
+                if weight.dtype == dtype and dtype not in _HALF:  # the product adds by itself
+                    inside = weight.size_bytes
+                else:
+                    made = math.prod(weight.shape) * 2 if dtype in _HALF else summed_bytes(weight)
+                    own = made + 2 * summed_bytes(weight)
             table = operands(op)[:1] if row_of(op.target).looks_up else []
             for param in [params[name] for name in dict.fromkeys(op.params) if name != part.weight]:
                 if param.trainable:
@@ -156,11 +163,3 @@ def additions(graph: Graph, parts: list[WeightPart]) -> list[Addition]:
                     own += 3 * summed + widened + (param.size_bytes if table == [f"%{param.name}"] else 0)
             found.append(Addition(inside, own))
     return found
-
-
-def _of_product(weight: Param, dtype: str) -> tuple[int, int]:
-    """Return the bytes that the product passes besides, and those of a kernel of its own.  dtype: of the product."""
-    if weight.dtype == dtype and dtype not in _HALF:
-        return weight.size_bytes, 0
-    made = math.prod(weight.shape) * 2 if dtype in _HALF else summed_bytes(weight)
-    return 0, made + 2 * summed_bytes(weight)

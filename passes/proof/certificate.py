@@ -83,12 +83,17 @@ def model_of(evaluation: Evaluation) -> PipelineModel:
         recomputes = request.may_recompute or request.recomputed
         live_bytes.append(tuple(0 if recomputes else cost.saved_bytes for cost in of_types[0]))
     edges = _edges(blocks)
+    users = Counter(name for op in blocks.ops for name in set(op.params))  # a tensor of several blocks counts for none
     owners = max(len(stage.ranks) for stage in plan.stages) if request.may_shard else 1
+    need = {}  # bytes of weights, gradients and optimizer state
+    for param in blocks.params:
+        training_bytes = param.size_bytes + int(param.size_bytes * (costs.state_factor / owners))
+        need[param.name] = param.size_bytes + (training_bytes if param.trainable else 0)
     return PipelineModel(
         times=tuple(times),
         edges=tuple(edges),
         micros=micros,
-        static_bytes=_static_bytes(blocks, costs.state_factor / owners),
+        static_bytes=tuple(sum(need[name] for name in set(op.params) if users[name] == 1) for op in blocks.ops),
         live_bytes=tuple(live_bytes),
         live=tuple(
             min(in_flight(find(name), s, Shape(count, micros)) for name in request.schedules) for s in range(count)
@@ -109,16 +114,6 @@ def _edges(blocks: Graph) -> dict[tuple[int, int], bool]:
             if source != i:
                 edges[source, i] = edges.get((source, i), False) or read in with_gradient
     return edges
-
-
-def _static_bytes(blocks: Graph, state_factor: float) -> tuple[int, ...]:
-    """Return the bytes of weights, gradients and optimizer state of parameters that only one block uses, by block."""
-    users = Counter(name for op in blocks.ops for name in set(op.params))
-    need = {}
-    for param in blocks.params:
-        training_bytes = param.size_bytes + int(param.size_bytes * state_factor) if param.trainable else 0
-        need[param.name] = param.size_bytes + training_bytes
-    return tuple(sum(need[name] for name in set(op.params) if users[name] == 1) for op in blocks.ops)
 
 
 def lower_bound_ns(model: PipelineModel, position_of: Sequence[int]) -> int:

@@ -19,7 +19,8 @@ from torch.fx import graph_module
 from autopart.batch.batch import Batch
 from autopart.capture.gc_pause import gc_paused
 from autopart.capture.python.guards import check_aliased_buffers, check_autocast
-from autopart.capture.python.habits.habits import HABITS
+from autopart.capture.python.habits.checkpointing import checkpointed
+from autopart.capture.python.habits.habits import patched
 from autopart.capture.python.reads.host_reads import Questions, WholeBatchAsked
 from autopart.capture.python.watch.observed import Observed
 from autopart.capture.python.watch.restored import left_as_it_was
@@ -27,7 +28,6 @@ from autopart.capture.trace.autocast import Autocast
 from autopart.capture.trace.export import LossFn, Wrapper, explained, export, quiet
 from autopart.capture.trace.fake_device import brought_back, moved
 from autopart.capture.trace.lower import lower
-from autopart.capture.trace.patches import patched
 from autopart.capture.trace.to_graph import Names, NumberOfData, read_graph, read_names
 from autopart.capture.trained import on_meta
 from autopart.ir.errors import AutopartError, CaptureError, RefusedError
@@ -173,11 +173,18 @@ def _capture(
             fallback = CaptureError(error.what, where=error.where, why=error.why, fix=error.fix)
             raise wrapper.asker.refusal or fallback from None
     module.recompile()
-    groups = tuple(group for habit in HABITS if habit.groups is not None for group in habit.groups(module.graph))
     masks = tuple(wrapper.asker.masks.found)
     asker, planned_only = wrapper.asker, not values_come and any(tensor.is_meta for tensor in names.tensors.values())
     return Captured(
-        module, graph, names, wrapper.outputs, wrapper.observed, asker.questions, masks, groups, planned_only
+        module,
+        graph,
+        names,
+        wrapper.outputs,
+        wrapper.observed,
+        asker.questions,
+        masks,
+        checkpointed(module.graph),
+        planned_only,
     )
 
 

@@ -19,7 +19,7 @@ from torch import fx
 from torch.export import ExportedProgram, exported_program
 from torch.export.graph_signature import ExportGraphSignature
 
-from autopart.capture.python.habits.habits import HABITS
+from autopart.capture.python.habits.all_sizes import rejoined
 from autopart.capture.source_location import user_line_of_text
 from autopart.capture.trace.autocast_regions import replace_region, spread_autocast
 from autopart.capture.trace.export import JVP_FIX
@@ -48,21 +48,19 @@ def lower(program: ExportedProgram) -> tuple[ExportedProgram, fx.GraphModule]:
     _inline_grad_regions(program.graph_module, program.graph_signature)
     program, graph = _functional(program)
     _refuse_higher_order(graph)
-    module = fx.GraphModule(dict(_constants(program.graph_module)), graph)
-    graph = module.graph
     for node in list(graph.nodes):
         if node.op == "call_function":
             _lower_node(graph, node)
     group_queries(graph)
     graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
-    for habit in HABITS:
-        if habit.rewrite is not None:
-            graph = habit.rewrite(graph)
-    if graph is not module.graph:
-        module.graph = graph
-        graph = module.graph
-    _key_random_ops(graph)
-    graph.lint()
+    graph = rejoined(graph)
+    random = [node for node in graph.nodes if node.op == "call_function" and is_random(node)]
+    for number, node in enumerate(random):
+        node.args = (node.target, number, *node.args)
+        node.target = keyed
+    held = {name: value for name, value in vars(program.graph_module).items() if isinstance(value, torch.Tensor)}
+    module = fx.GraphModule(held, graph)
+    module.graph.lint()
     return program, module
 
 
@@ -75,10 +73,6 @@ def _functional(program: ExportedProgram) -> tuple[ExportedProgram, fx.Graph]:
         program = program.run_decompositions({})
         graph = program.graph_module.graph
     return program, graph
-
-
-def _constants(module: fx.GraphModule) -> list[tuple[str, Any]]:
-    return [(name, value) for name, value in vars(module).items() if isinstance(value, torch.Tensor)]
 
 
 def _inline_grad_regions(
@@ -290,12 +284,3 @@ def _bound(node: fx.Node) -> dict[str, Any]:
     bound = {a.name: a.default_value for a in arguments if a.has_default_value()}
     bound.update({a.name: value for a, value in zip(arguments, node.args, strict=False)})
     return bound | dict(node.kwargs)
-
-
-def _key_random_ops(graph: fx.Graph) -> None:
-    number = 0
-    for node in graph.nodes:
-        if node.op == "call_function" and is_random(node):
-            node.args = (node.target, number, *node.args)
-            node.target = keyed
-            number += 1

@@ -300,7 +300,7 @@ def _is_flag(func: Any, args: Any) -> bool:
     return func not in (_aten.item.default, _aten._local_scalar_dense.default) or asked[0].dtype is torch.bool
 
 
-# -- what replaces parts of torch while a model is traced (`trace.patches`) -------------------------------------------
+# -- what replaces parts of torch while a model is traced (`habits.habits`) --------------------------------------------
 
 _answering: ContextVar[Asker | None] = ContextVar("autopart_answering", default=None)
 

@@ -24,9 +24,8 @@ from autopart.capture.python.habits.habits import patched
 from autopart.capture.python.reads.host_reads import Questions, WholeBatchAsked
 from autopart.capture.python.watch.observed import Observed
 from autopart.capture.python.watch.restored import left_as_it_was
-from autopart.capture.trace.autocast import Autocast
+from autopart.capture.trace.autocast import Autocast, brought_back, moved
 from autopart.capture.trace.export import LossFn, Wrapper, explained, export, quiet
-from autopart.capture.trace.fake_device import brought_back, moved
 from autopart.capture.trace.lower import lower
 from autopart.capture.trace.to_graph import Names, NumberOfData, read_graph, read_names
 from autopart.capture.trained import on_meta

@@ -16,8 +16,8 @@ from torch.utils import _pytree as pytree
 
 from autopart.capture.python.reads.questions import made_of
 from autopart.capture.source_location import user_line_of_text
-from autopart.capture.trace.equal_calls import call_key, tensor_kind
 from autopart.capture.trace.export import JVP_FIX
+from autopart.capture.trace.functional import call_key, tensor_kind
 from autopart.ir.errors import RefusedError
 from autopart.ir.graph import Graph
 from autopart.rng import keyed

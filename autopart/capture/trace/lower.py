@@ -21,7 +21,7 @@ from torch.export.graph_signature import ExportGraphSignature
 
 from autopart.capture.python.habits.all_sizes import rejoined
 from autopart.capture.source_location import user_line_of_text
-from autopart.capture.trace.autocast_regions import replace_region, spread_autocast
+from autopart.capture.trace.autocast import replace_region, spread_autocast
 from autopart.capture.trace.export import JVP_FIX
 from autopart.capture.trace.functional import functional_graph
 from autopart.capture.trace.grouped_queries import group_queries

@@ -22,8 +22,8 @@ from torch.utils import _pytree as pytree
 
 from autopart.batch.batch import Batch
 from autopart.capture.python.habits.habits import HABITS
-from autopart.capture.python.reads.data_dependent_errors import is_data_dependent, size_fix
 from autopart.capture.python.reads.host_reads import Asker
+from autopart.capture.python.reads.sizes import is_data_dependent, size_fix
 from autopart.capture.python.watch.observed import Observed, Observer, check_kept
 from autopart.capture.python.watch.values import ValueUsed, standing
 from autopart.capture.source_location import user_place

@@ -21,9 +21,8 @@ from torch.utils import _pytree as pytree
 
 from autopart.batch.batch import Batch
 from autopart.capture.python.guards import tied_names
-from autopart.capture.python.reads.data_dependent_errors import SIZE_FIX
 from autopart.capture.python.reads.questions import made_of
-from autopart.capture.python.reads.sizes import BY_ROWS, is_by_rows
+from autopart.capture.python.reads.sizes import BY_ROWS, SIZE_FIX, is_by_rows
 from autopart.capture.source_location import user_line_of_text
 from autopart.capture.trace.export import JVP_FIX
 from autopart.capture.trace.functional import call_key, tensor_kind

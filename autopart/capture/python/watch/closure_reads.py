@@ -165,7 +165,9 @@ class Surroundings:
         for name in ("__code__", "__defaults__", "__kwdefaults__"):
             self.note(function, name, f"{function.__qualname__}.{name}")
         names = _words(function)
-        for name in sorted(_globals(function) & function.__globals__.keys()):
+        steps = (step for code in _codes(function.__code__) for step in dis.get_instructions(code))
+        looked_up = {step.argval for step in steps if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+        for name in sorted(looked_up & function.__globals__.keys()):
             if not name.startswith("__"):
                 self._mentioned(function.__globals__, name, f"{function.__module__}.{name}", names)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -211,12 +213,6 @@ def mentions(readings: Iterable[Reading], word: str) -> bool:
 def _words(function: types.FunctionType) -> set[str]:
     """Return the names that a function mentions: globals and attributes."""
     return {name for code in _codes(function.__code__) for name in code.co_names}
-
-
-def _globals(function: types.FunctionType) -> set[str]:
-    """Return the names that a function looks up in its module, and not as attributes."""
-    found = (step for code in _codes(function.__code__) for step in dis.get_instructions(code))
-    return {step.argval for step in found if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:

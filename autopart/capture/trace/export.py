@@ -104,7 +104,9 @@ class Wrapper(nn.Module):
         kind: type | None = None  # a mapping class such as transformers' ModelOutput
         if isinstance(result, Mapping):
             kind = type(result)
-            result = {k: v for k, v in result.items() if _is_data(v)}
+            # only tensors, numbers and texts can be sent: a cache object cannot
+            sent = (torch.Tensor, bool, int, float, str, type(None))
+            result = {k: v for k, v in result.items() if all(isinstance(x, sent) for x in pytree.tree_leaves(v))}
         leaves, spec = pytree.tree_flatten(result)
         constants = [_TENSOR if isinstance(x, torch.Tensor) else x for x in leaves]
 
@@ -115,12 +117,6 @@ class Wrapper(nn.Module):
 
         self._seen.outputs = rebuilt
         return tuple(x for x in leaves if isinstance(x, torch.Tensor))
-
-
-def _is_data(value: Any) -> bool:
-    """Return whether a value holds only tensors, numbers and texts, which can be sent (a cache object cannot)."""
-    leaves = pytree.tree_leaves(value)
-    return all(x is None or isinstance(x, (torch.Tensor, bool, int, float, str)) for x in leaves)
 
 
 def loss_of(result: Any) -> torch.Tensor:
@@ -189,6 +185,8 @@ def export(wrapper: Wrapper, batch: Batch) -> ExportedProgram:
 def explained(error: Exception, model: nn.Module) -> CaptureError:
     """Return an error of torch.export as ours, with module path and the user's line."""
     where = user_place(model, error.__traceback__)
+    text = str(error).strip() or type(error).__name__
+    first = text.splitlines()[0]
     if is_data_dependent(error):
         return CaptureError(
             "the model's Python control flow depends on the data of a tensor",
@@ -200,10 +198,20 @@ def explained(error: Exception, model: nn.Module) -> CaptureError:
         return CaptureError(
             "torch.func.jvp cannot be captured through an op of this function",
             where=where,
-            why=(str(error).strip() or type(error).__name__).splitlines()[0],
+            why=first,
             fix=JVP_FIX,
         )
-    return _untraceable(error, where)
+    for says, what, why, fix in _KNOWN:
+        if re.search(says, text):
+            return CaptureError(what, where=where, why=why or first, fix=fix)
+    return CaptureError(
+        f"the model cannot be captured: {type(error).__name__}",
+        where=where,
+        why=first,
+        fix="call the model once on one micro-batch without autopart; if that fails too, the model or the batch is the "
+        "cause; if it works, rewrite the line named above with tensor operations (a model that asks "
+        "torch.compiler.is_exporting() takes another branch here)",
+    )
 
 
 JVP_FIX = (
@@ -232,23 +240,6 @@ _KNOWN = (  # what torch's message says, as a regular expression; what, why, fix
         "(torch.func.jvp, through elementary ops such as tanh and linear)",
     ),
 )
-
-
-def _untraceable(error: Exception, where: str) -> CaptureError:
-    """Return an error of torch.export, or of the model while it was traced, as ours.  O(length of its text)."""
-    text = str(error).strip() or type(error).__name__
-    first = text.splitlines()[0]
-    for says, what, why, fix in _KNOWN:
-        if re.search(says, text):
-            return CaptureError(what, where=where, why=why or first, fix=fix)
-    return CaptureError(
-        f"the model cannot be captured: {type(error).__name__}",
-        where=where,
-        why=first,
-        fix="call the model once on one micro-batch without autopart; if that fails too, the model or the batch is the "
-        "cause; if it works, rewrite the line named above with tensor operations (a model that asks "
-        "torch.compiler.is_exporting() takes another branch here)",
-    )
 
 
 @contextlib.contextmanager

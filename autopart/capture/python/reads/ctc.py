@@ -84,14 +84,9 @@ class Selections:
 
     def ctc_loss(self, mode: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
         """Trace what replaces a ctc_loss; return None if the op stays, which tracing then refuses."""
-        names = ("log_probs", "targets", "input_lengths", "target_lengths", "blank", "reduction", "zero_infinity")
-        given: dict[str, Any] = {
-            "blank": 0,
-            "reduction": _MEAN,
-            "zero_infinity": False,
-            **dict(zip(names, args, strict=False)),
-            **kwargs,
-        }
+        arguments = _aten.ctc_loss.Tensor._schema.arguments
+        given: dict[str, Any] = {a.name: a.default_value for a in arguments if a.has_default_value()}
+        given |= dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
         targets = self._in_rows(mode, given["targets"], given["target_lengths"])
         log_probs = given["log_probs"]
         if log_probs.dim() != 3 or targets is None:

@@ -238,11 +238,10 @@ class Asker:
 
     def _answer(self, question: Question) -> Any:
         """Return the answer to a question.  Raises WholeBatchAsked, RefusedError, BatchError."""
-        if not question.inputs:
+        if not question.inputs:  # of constants, which no batch changes
             self.constants_asked |= bool(question.constants)
-            with _untraced():
-                return self._reader.answer(question)  # constants: no batch changes them
-        place = len(self._asked)
+            return self._read(question)
+        place, known = len(self._asked), self._batch.answers
         if place >= _MOST:
             raise RefusedError(
                 f"forward() reads more than {_MOST} numbers from the batch",
@@ -250,27 +249,28 @@ class Asker:
                 why="the captured program would only fit batches with the same numbers",
                 fix="compute with tensors: no .tolist(), .item() or int() on large inputs",
             )
-        value = self._value(question, place)
+        if self._whole and not self._batch.stands_in:
+            if any(self._batch.tensors[i].is_meta for i in question.inputs):
+                raise BatchError(
+                    "forward() reads values of the batch, and the batch is on the meta device",
+                    where=question.where,
+                    fix="pass a batch with values",
+                )
+            value = self._read(question)
+        elif known is None:
+            self._wants_whole = True
+            raise WholeBatchAsked
+        elif place >= len(known) or known[place][:2] != (question.op, question.where):
+            raise self._other_questions(question.where)
+        else:
+            value = known[place][2]
         self._asked.append(question)
         self._values.append(value)
         return value
 
-    def _value(self, question: Question, place: int) -> Any:
-        if not self._whole or self._batch.stands_in:
-            if self._batch.answers is None:
-                self._wants_whole = True
-                raise WholeBatchAsked
-            known = self._batch.answers
-            if place >= len(known) or known[place][:2] != (question.op, question.where):
-                raise self._other_questions(question.where)
-            return known[place][2]
-        if any(self._batch.tensors[i].is_meta for i in question.inputs):
-            raise BatchError(
-                "forward() reads values of the batch, and the batch is on the meta device",
-                where=question.where,
-                fix="pass a batch with values",
-            )
-        with _untraced():
+    def _read(self, question: Question) -> Any:
+        """Compute an answer.  No mode of tracing sees the ops."""
+        with torch._C.DisableTorchFunction(), _disable_current_modes(), no_python_dispatcher():
             return self._reader.answer(question)
 
     def _other_questions(self, where: str) -> RefusedError:
@@ -285,13 +285,6 @@ class Asker:
         if self._origins is None:
             self._origins = Origins(tracer, self._names, len(self._batch.tensors))
         return self._origins
-
-
-@contextlib.contextmanager
-def _untraced() -> Iterator[None]:
-    """Let ops compute inside: no mode of tracing sees them."""
-    with torch._C.DisableTorchFunction(), _disable_current_modes(), no_python_dispatcher():
-        yield
 
 
 # -- what replaces parts of torch while a model is traced (`habits.habits`) --------------------------------------------

@@ -35,7 +35,7 @@ from torch.export.graph_signature import (
 from torch.utils import _pytree as pytree
 
 from autopart.capture.python.reads.questions import Operand, made_of
-from autopart.capture.source_location import user_line_of_text
+from autopart.capture.source_location import line_of
 from autopart.ir.errors import RefusedError
 from autopart.passes.ops.row import ASSERTION
 from autopart.passes.ops.table import row_of
@@ -229,7 +229,7 @@ def _check_precision(region: fx.Node, body: fx.GraphModule, results: list[fx.Nod
         if seen.dtype != result.meta["val"].dtype:
             raise RefusedError(
                 f"{next(node.target for node in body.graph.nodes if _is_op(node))} cannot be captured under autocast",
-                where=user_line_of_text(region.meta.get("stack_trace")),
+                where=line_of(region),
                 why=f"its result is {seen.dtype} there, and {result.meta['val'].dtype} as an op of its own",
                 fix="run it in a torch.autocast(device_type, enabled=False) region of forward(), on inputs of the "
                 "precision it is to have",

@@ -23,7 +23,7 @@ from torch.export import ExportedProgram, exported_program
 from torch.export.graph_signature import ExportGraphSignature
 
 from autopart.capture.python.habits.all_sizes import rejoined
-from autopart.capture.source_location import user_line_of_text
+from autopart.capture.source_location import line_of
 from autopart.capture.trace.autocast import replace_region, spread_autocast
 from autopart.capture.trace.export import JVP_FIX
 from autopart.capture.trace.functional import functional_graph
@@ -88,7 +88,7 @@ def _inline_grad_regions(
         if inside and switch and not off:
             raise RefusedError(
                 "torch.enable_grad inside torch.no_grad is used in forward()",
-                where=user_line_of_text(node.meta.get("stack_trace")),
+                where=line_of(node),
                 why="which gradients it revives cannot be told from the captured graph",
                 fix="move that computation out of the no_grad block",
             )
@@ -141,7 +141,7 @@ def _refuse_mutation(region: fx.GraphModule) -> None:
         if node.target._schema.is_mutable and node.args and node.args[0] not in buffers | made_here:
             raise RefusedError(
                 f"{node.target} changes a tensor in place under torch.no_grad",
-                where=user_line_of_text(node.meta.get("stack_trace")),
+                where=line_of(node),
                 why="its effect on gradients cannot be told from the captured graph",
                 fix="write to a copy, or register the tensor as a buffer",
             )
@@ -162,7 +162,7 @@ def _refuse_lost_derivatives(graph: fx.Graph) -> None:
             if node.target in whole or isinstance(node.target, torch._ops.HigherOrderOperator):
                 raise RefusedError(
                     f"torch.func.jvp cannot be captured through {_name(node.target)}",
-                    where=user_line_of_text(node.meta.get("stack_trace")),
+                    where=line_of(node),
                     why="torch keeps this op whole while it captures, and loses its forward-mode derivative",
                     fix=JVP_FIX,
                 )
@@ -173,7 +173,7 @@ def _refuse_higher_order(graph: fx.Graph) -> None:
         if node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator):
             raise RefusedError(
                 f"higher-order op {_name(node.target)} is used in forward()",
-                where=user_line_of_text(node.meta.get("stack_trace")),
+                where=line_of(node),
                 why="ops that own sub-graphs cannot be cut or differentiated exactly yet",
                 fix='write it with plain tensor operations (attention: attn_implementation="sdpa" or "eager")',
             )
@@ -225,7 +225,7 @@ def _lower_complex_scatter(graph: fx.Graph, node: fx.Node) -> None:
     if given.get("step", 1) != 1:
         raise RefusedError(
             f"{node.target} writes into every {given['step']}th element of a complex tensor",
-            where=user_line_of_text(node.meta.get("stack_trace")),
+            where=line_of(node),
             why="torch has no derivative of it",
             fix="join the parts with torch.cat or torch.stack instead of writing into a slice",
         )

@@ -23,7 +23,7 @@ from autopart.batch.batch import Batch
 from autopart.capture.python.guards import tied_names
 from autopart.capture.python.reads.questions import made_of
 from autopart.capture.python.reads.sizes import BY_ROWS, SIZE_FIX, is_by_rows
-from autopart.capture.source_location import user_line_of_text
+from autopart.capture.source_location import line_of
 from autopart.capture.trace.export import JVP_FIX
 from autopart.capture.trace.functional import call_key, tensor_kind
 from autopart.ir.errors import CaptureError, RefusedError
@@ -76,7 +76,7 @@ def read_names(program: ExportedProgram, module: fx.GraphModule, wrapper: torch.
         if spec.kind is InputKind.CUSTOM_OBJ:
             raise RefusedError(
                 f"forward() uses a {type(program.constants.get(str(spec.target))).__name__} of its own",
-                where=next((_line(n) for n in module.graph.nodes if node in {i.name for i in n.all_input_nodes}), ""),
+                where=next((line_of(n) for n in module.graph.nodes if node in {i.name for i in n.all_input_nodes}), ""),
                 why="a torch object other than a tensor has a state that stages cannot share",
                 fix="leave generator= out: random numbers are drawn by key, and seed= of compile chooses them; use "
                 "other objects outside of forward()",
@@ -92,10 +92,6 @@ def read_names(program: ExportedProgram, module: fx.GraphModule, wrapper: torch.
             params[node] = name = f"constant.{spec.target}"
             kinds[name], tensors[name] = "constant", program.constants[str(spec.target)]
     return Names(params, inputs, tensors, kinds, _updates(program, module, inputs, tied))
-
-
-def _line(node: fx.Node) -> str:
-    return user_line_of_text(node.meta.get("stack_trace"))
 
 
 def _updates(
@@ -199,7 +195,7 @@ def _refuse_underived(target: Any, node: fx.Node, result: Any) -> None:
             derived = "_backward" in str(target)
             raise RefusedError(
                 f"{target} has no derivative",
-                where=_line(node),
+                where=line_of(node),
                 why="it is the derivative of an op, which forward() takes, and torch has no derivative of it"
                 if derived
                 else "it stands where the model changes a tensor in place, and a gradient has to flow through it",
@@ -235,7 +231,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def _value(node: fx.Node, names: Names, grad: bool) -> Value:
     example = node.meta.get("val")
-    where = _line(node)
+    where = line_of(node)
     if not isinstance(example, torch.Tensor):
         raise NumberOfData(
             f"{node.target} makes a {type(example).__name__}, not a tensor",
@@ -268,7 +264,7 @@ def _op(call: fx.Node, names: Names) -> Op:
         params=tuple(dict.fromkeys(names.params[node.name] for node in read if node.name in names.params)),
         attrs=(*attrs, (BY_ROWS, True)) if is_by_rows(call) else tuple(attrs),
         module=module_path(call),
-        where=_line(call),
+        where=line_of(call),
         random=call.target is keyed,
         parts=(call.name,),
     )

@@ -26,7 +26,7 @@ from autopart.capture.python.reads.ctc import Selections
 from autopart.capture.python.reads.masks import ASKED, Masks
 from autopart.capture.python.reads.questions import Origins, Question, Reader
 from autopart.capture.python.reads.sizes import BY_ROWS, MADE_OF_SIZED, Sizes, experts_fix, is_data_dependent
-from autopart.capture.source_location import place_of_caller
+from autopart.capture.source_location import user_place
 from autopart.ir.errors import BatchError, CaptureError, RefusedError
 
 _aten = torch.ops.aten
@@ -86,7 +86,7 @@ class Asker:
         self.refusal: CaptureError | None = None
         """The error for a question that could not be answered, None if there was none."""
         self.constants_asked = False
-        self.sizes = Sizes(self._ask_tensor, rows, lambda: place_of_caller(model), whole=self._whole)
+        self.sizes = Sizes(self._ask_tensor, rows, lambda: user_place(model), whole=self._whole)
         self.begin()
 
     def begin(self) -> None:
@@ -172,7 +172,7 @@ class Asker:
         nodes: dict[int, Any] = {id(tensor): proxy_tensor.get_proxy_slot(tensor, tracer, None) for tensor in tensors}
         if None in nodes.values() or all(proxy.constant is not None for proxy in nodes.values()):
             return None
-        where = place_of_caller(self._model)
+        where = user_place(self._model)
         given = pytree.tree_map_only(torch.Tensor, lambda tensor: nodes[id(tensor)].proxy.node, args)
         read = partial(func, **kwargs) if kwargs else func
         question = self._of(tracer).question(read, given, str(func), where)
@@ -211,7 +211,7 @@ class Asker:
         proxy = proxy_tensor.get_proxy_slot(tensor, mode.tracer, None)
         if proxy is None:
             return None
-        where = place_of_caller(self._model)
+        where = user_place(self._model)
         question = self._of(mode.tracer).question(read, (proxy.proxy.node,), op, where)
         return None if isinstance(question, str) else self._answer(question)
 
@@ -221,7 +221,7 @@ class Asker:
         proxy = proxy_tensor.get_proxy_slot(mask, tracer, None) if isinstance(mask, torch.Tensor) else None
         if proxy is None:
             return args, kwargs
-        origins, where = self._of(tracer), place_of_caller(self._model)
+        origins, where = self._of(tracer), user_place(self._model)
 
         def ask(read: Callable[..., bool], nodes: Sequence[torch.fx.Node]) -> bool | None:
             question = origins.question(read, tuple(nodes), ASKED, where)

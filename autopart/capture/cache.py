@@ -63,7 +63,6 @@ class CaptureCache:
         self._forget("")
 
     def _forget(self, version: str) -> None:
-        """Begin with a model of which nothing is known."""
         self.version = version
         self._values: dict[tuple[str, object], set[object]] = {}
         self._free: dict[tuple[str, object], tuple[int, ...]] = {}

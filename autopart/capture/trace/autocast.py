@@ -238,12 +238,10 @@ class _Spread:
 
 
 def _has_kernel(target: Any, key: str) -> bool:
-    """Return whether torch's dispatcher has a kernel for an op under a key."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), key)
 
 
 def _casts(target: Any, state: Autocast) -> bool:
-    """Return whether autocast casts for this op."""
     return _has_kernel(target, f"Autocast{state.device_type.upper()}")
 
 

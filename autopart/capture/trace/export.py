@@ -77,13 +77,12 @@ class Wrapper(nn.Module):
         leaves = tuple(next(queue) if isinstance(x, torch.Tensor) else x for x in self._batch.leaves)
         used: list[int] = []
         args, kwargs, target = self._batch.arguments(standing(self._batch, leaves, used))
-        functions = [self.loss_fn] if self.loss_fn is not None else []
         self.asker.begin()
         with contextlib.ExitStack() as around:
             for habit in HABITS:
                 if habit.around is not None:
                     around.enter_context(habit.around(self._watched))
-            observer = Observer(self._watched, functions, self.observed)
+            observer = Observer(self._watched, self.loss_fn, self.observed)
             if self._autocast is not None:
                 around.enter_context(self._autocast.region())
             with observer.noting():

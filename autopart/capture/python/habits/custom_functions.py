@@ -48,7 +48,6 @@ def apply(original: Any, cls: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _refusal(cls: Any, why: str) -> RefusedError:
-    """Return the error for a custom autograd.Function that cannot be captured."""
     library = is_library_file(getattr(sys.modules.get(cls.__module__), "__file__", None) or "<")
     return RefusedError(
         f"custom autograd.Function {cls.__module__}.{cls.__qualname__} is used in forward()",

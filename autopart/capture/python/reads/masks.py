@@ -110,7 +110,6 @@ class Masks:
         return (), given | {"is_causal": effect is Effect.CAUSAL}
 
     def _effect(self, node: fx.Node, pair: tuple[int, int], ask: Ask, written: Written) -> Effect:
-        """Return what a mask does."""
         found = _effect(node, pair, ask, written)
         split = _bias_and_condition(node)
         if found is not Effect.OTHER or split is None or node not in self._biases or written(node):

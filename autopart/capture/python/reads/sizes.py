@@ -89,7 +89,6 @@ class Sizes:
             return result
 
     def _index(self, mode: Any, x: torch.Tensor, indices: Any) -> torch.Tensor | None:
-        """Trace x[mask]."""
         if not indices or any(index is not None for index in indices[1:]):
             return None
         mask = indices[0]

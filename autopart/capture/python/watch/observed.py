@@ -57,14 +57,13 @@ class Observed:
 class Observer:
     """Notes in `observed` what forward() and other functions read of modules and objects, and what they change."""
 
-    def __init__(self, models: Sequence[nn.Module], functions: Sequence[Any], observed: Observed) -> None:
+    def __init__(self, models: Sequence[nn.Module], loss_fn: Any, observed: Observed) -> None:
         self._observed = observed
         self._around = Surroundings()
         self._paths = {id(module): (path, module) for model in models for path, module in model.named_modules()}
         self._around.objects.update({key: (module, path) for key, (path, module) in self._paths.items()})
-        for function in functions:
-            if not isinstance(function, nn.Module):
-                self._around.note({"loss_fn": function}, "loss_fn", "loss_fn")
+        if loss_fn is not None and not isinstance(loss_fn, nn.Module):
+            self._around.note({"loss_fn": loss_fn}, "loss_fn", "loss_fn")
         for path, module in self._paths.values():
             self._around.reach(module, path)
         self._noted: set[tuple[int, str]] = set()

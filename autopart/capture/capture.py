@@ -172,7 +172,7 @@ def _capture(
     asker, masks, groups = wrapper.asker, tuple(wrapper.asker.masks.found), checkpointed(module.graph)
     planned_only = not values_come and any(tensor.is_meta for tensor in names.tensors.values())
     return Captured(
-        module, graph, names, wrapper.outputs, wrapper.observed, asker.questions, masks, groups, planned_only
+        module, graph, names, wrapper.seen.outputs, wrapper.observed, asker.questions, masks, groups, planned_only
     )
 
 

@@ -39,8 +39,8 @@ _TENSOR = object()
 class Wrapper(nn.Module):
     """Takes the tensor leaves of a batch; returns the loss, or the outputs if `wants_outputs`.
 
-    outputs: makes of the results of the program what the model returns; None for a loss.  observed: what forward() and
-    the loss function read of Python.  asker: answers what they ask about the numbers of the batch.
+    seen.outputs: makes of the results of the program what the model returns; None for a loss.  observed: what forward()
+    and the loss function read of Python.  asker: answers what they ask about the numbers of the batch.
     """
 
     def __init__(
@@ -60,16 +60,10 @@ class Wrapper(nn.Module):
         self._batch = batch
         self._wants_outputs = wants_outputs
         self._autocast = autocast
-        self._seen = types.SimpleNamespace(outputs=None)  # torch.export puts back the attributes of a module
+        self.seen = types.SimpleNamespace(outputs=None)  # torch.export puts back the attributes of a module
         self._watched = [model, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.asker = Asker(self, model, whole, batch.rows, torch.device("cpu") if device.type == "meta" else device)
-
-    @property
-    def outputs(self) -> Callable[[Sequence[torch.Tensor]], Any] | None:
-        """What makes of the results of the program what the model returns; None for a loss."""
-        found: Callable[[Sequence[torch.Tensor]], Any] | None = self._seen.outputs
-        return found
 
     def forward(self, *tensors: torch.Tensor) -> Any:
         """Run the model, and the loss function if there is one, in everything that sees what they do."""
@@ -114,7 +108,7 @@ class Wrapper(nn.Module):
             tree = pytree.tree_unflatten([next(queue) if x is _TENSOR else x for x in constants], spec)
             return tree if kind is None else kind(**tree)
 
-        self._seen.outputs = rebuilt
+        self.seen.outputs = rebuilt
         return tuple(x for x in leaves if isinstance(x, torch.Tensor))
 
 

@@ -116,8 +116,22 @@ def _inlined(module: fx.GraphModule, node: fx.Node, region: fx.GraphModule) -> A
 
 
 def _detach_results(region: fx.GraphModule) -> None:
+    """Let no gradient flow back into a region.
+
+    Raises RefusedError for an in-place op on an activation, which keeps the activation's gradient.
+    """
     output = region.graph.output_node()
-    _refuse_mutation(region)
+    buffers = {n for n in region.graph.nodes if n.op == "placeholder" and str(n.target).startswith(("b_", "c_"))}
+    allowed = buffers | {n for n in region.graph.nodes if n.op == "call_function"}
+    for node in region.graph.nodes:
+        mutable = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+        if mutable and node.args and node.args[0] not in allowed:
+            raise RefusedError(
+                f"{node.target} changes a tensor in place under torch.no_grad",
+                where=line_of(node),
+                why="its effect on gradients cannot be told from the captured graph",
+                fix="write to a copy, or register the tensor as a buffer",
+            )
 
     def detached(value: fx.Node) -> fx.Node:
         example = value.meta.get("val")
@@ -129,22 +143,6 @@ def _detach_results(region: fx.GraphModule) -> None:
         return node
 
     output.args = fx.map_arg(output.args, detached)
-
-
-def _refuse_mutation(region: fx.GraphModule) -> None:
-    """Raise RefusedError for an in-place op on an activation inside no_grad, which keeps the activation's gradient."""
-    buffers = {n for n in region.graph.nodes if n.op == "placeholder" and str(n.target).startswith(("b_", "c_"))}
-    made_here = {n for n in region.graph.nodes if n.op == "call_function"}
-    for node in region.graph.nodes:
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-            continue
-        if node.target._schema.is_mutable and node.args and node.args[0] not in buffers | made_here:
-            raise RefusedError(
-                f"{node.target} changes a tensor in place under torch.no_grad",
-                where=line_of(node),
-                why="its effect on gradients cannot be told from the captured graph",
-                fix="write to a copy, or register the tensor as a buffer",
-            )
 
 
 def _refuse_lost_derivatives(graph: fx.Graph) -> None:

@@ -43,7 +43,7 @@ HABITS = (
     Habit(
         "random and numpy.random draw numbers: refused, unless forward() has seeded the generator",
         test="capture/test_refusals.py::test_numbers_drawn_before_forward_seeds_its_generator_are_refused_at_their_line",
-        patches={target: randomness.checked(target) for target in randomness.functions()},
+        patches=dict(randomness.functions()),
         around=randomness.no_random_numbers,
     ),
     Habit(

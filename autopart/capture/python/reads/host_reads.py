@@ -165,6 +165,7 @@ class Asker:
             self.masks.note(node, args)
         elif func._schema.is_mutable and node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
             self._of(mode.tracer).wrote(node)
+        return result
 
     def _asked_for(self, tracer: Any, func: Any, args: Any, kwargs: Any) -> tuple[Any] | None:
         """Return the answer to an op that makes a Python value of tensors, None where torch has to answer."""

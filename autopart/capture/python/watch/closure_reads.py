@@ -11,6 +11,7 @@ import dis
 import functools
 import types
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ _DEPTH = 6
 _METHODS = (types.FunctionType, staticmethod, classmethod, property, functools.cached_property)
 
 
+@dataclass(eq=False)
 class Reading:
     """A name that forward() read: how to read it again, and the value that it had.
 
@@ -41,14 +43,14 @@ class Reading:
     in messages.  owner: the object whose attribute it is, or whose class has it; None for what functions mention.
     """
 
-    def __init__(self, home: Any, name: str, place: str, owner: Any = None) -> None:
-        self.home, self.name, self.place, self.owner = home, name, place, owner
+    home: Any
+    name: str
+    place: str
+    owner: Any = None
+
+    def __post_init__(self) -> None:
         self.value = self.now()
         self._before = fingerprint(self.value)
-
-    def again(self) -> Reading:
-        """Return a reading of the same name, with the value that it has now."""
-        return Reading(self.home, self.name, self.place, self.owner)
 
     def now(self) -> Any:
         """Return the value that it has now."""

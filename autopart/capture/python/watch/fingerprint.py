@@ -78,20 +78,20 @@ def containers(value: Any) -> tuple[list[Any], bool]:
     """
     seen: set[int] = set()
     found: list[Any] = []
-    return found, _may_change(value, found, seen, _DEPTH)
 
+    def may_change(value: Any, depth: int) -> bool:
+        if is_plain(value) or depth == 0 or id(value) in seen or is_followed(value):
+            return False
+        seen.add(id(value))
+        inner = parts(value)
+        if inner is not None:
+            found.extend(w for w in (value, attributes_of(value)) if isinstance(w, (dict, list, set, deque)))
+        unlisted = isinstance(value, _CONTAINERS) and (len(value) > _MOST or not isinstance(value, _LISTED))
+        if unlisted or _state(value) is not None or _slots(value):
+            return True
+        return any([may_change(part, depth - 1) for _, part in inner or ()])
 
-def _may_change(value: Any, found: list[Any], seen: set[int], depth: int) -> bool:
-    if is_plain(value) or depth == 0 or id(value) in seen or is_followed(value):
-        return False
-    seen.add(id(value))
-    inner = parts(value)
-    if inner is not None:
-        found += [whole for whole in (value, attributes_of(value)) if isinstance(whole, (dict, list, set, deque))]
-    unlisted = isinstance(value, _CONTAINERS) and (len(value) > _MOST or not isinstance(value, _LISTED))
-    if unlisted or _state(value) is not None or _slots(value):
-        return True
-    return any([_may_change(part, found, seen, depth - 1) for _, part in inner or ()])
+    return found, may_change(value, _DEPTH)
 
 
 def parts(value: Any) -> list[tuple[Any, Any]] | None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -282,20 +283,16 @@ def _filling(node: fx.Node) -> fx.Node | None:
     return node if node.target in _FILLS else None
 
 
-@dataclass(frozen=True)
-class _ReadsAll:
-    """Asks whether indices read every entry of a tensor of this shape.  given: which axes have an index."""
+def _read_all(shape: tuple[int, ...], given: tuple[bool, ...], *indices: torch.Tensor) -> bool:
+    """Return whether indices, one for each axis that has one, read every entry of a tensor of this shape.
 
-    shape: tuple[int, ...]
-    given: tuple[bool, ...]
-
-    def __call__(self, *indices: torch.Tensor) -> bool:
-        """Return whether these indices, one for each axis that has one, read every entry."""
-        of_axis = iter(indices)
-        places = tuple(next(of_axis) if given else slice(None) for given in self.given)
-        read = torch.zeros(self.shape, dtype=torch.bool, device=indices[0].device)
-        read[places] = True
-        return bool(read.all())
+    given: which axes have an index.
+    """
+    of_axis = iter(indices)
+    places = tuple(next(of_axis) if has else slice(None) for has in given)
+    read = torch.zeros(shape, dtype=torch.bool, device=indices[0].device)
+    read[places] = True
+    return bool(read.all())
 
 
 def _indexed(node: fx.Node, ask: Ask, written: Written) -> fx.Node | None:
@@ -309,7 +306,8 @@ def _indexed(node: fx.Node, ask: Ask, written: Written) -> fx.Node | None:
         return None
     if not all(_is_constant(place) and not written(place) for place in indices):
         return None
-    return source if ask(_ReadsAll(_shape(source), tuple(p is not None for p in places)), indices) else None
+    read_all = partial(_read_all, _shape(source), tuple(place is not None for place in places))
+    return source if ask(read_all, indices) else None
 
 
 def _of_keys_alone(node: fx.Node) -> bool:

@@ -27,8 +27,7 @@ from autopart.capture.source_location import line_of
 from autopart.capture.trace.export import JVP_FIX
 from autopart.capture.trace.functional import call_key, tensor_kind
 from autopart.ir.errors import CaptureError, RefusedError
-from autopart.ir.graph import Graph, Literal, Op, Param, Value, check
-from autopart.ir.size import Size
+from autopart.ir.graph import Graph, Literal, Op, Param, Size, Value, check
 from autopart.passes.ops.casts import with_copies
 from autopart.rng import keyed
 

@@ -42,9 +42,8 @@ def left_as_it_was(models: Sequence[nn.Module]) -> Iterator[Callable[[], None]]:
     """
     modules = [module for model in models for module in model.modules()]
     own = [vars(module) for module in modules]
-    inner = [
-        names[name] for names in own for name in _OWN if isinstance(names.get(name), dict)
-    ]  # parameters, hooks, ...
+    # with the dictionaries that torch keeps among a module's attributes: parameters, buffers, hooks
+    inner = [names[name] for names in own for name in _OWN if isinstance(names.get(name), dict)]
     held = [(home, dict(home)) for home in (*own, *inner)]
     around = _Around(modules)
 

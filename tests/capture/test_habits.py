@@ -43,5 +43,7 @@ def test_all_patches_are_taken_back() -> None:
     before = [vars(home).get(name) for home, name in _targets()]
     with patched():
         inside = [vars(home).get(name) for home, name in _targets()]
-    assert all(one is not other for one, other in zip(before, inside, strict=True))
+    for (target, here), one, other in zip(PATCHES, before, inside, strict=True):
+        # torch.compile sets checks of distributions to the value that they have here
+        assert one is not other if callable(here) else other is here, target
     assert [vars(home).get(name) for home, name in _targets()] == before

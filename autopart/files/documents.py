@@ -58,8 +58,6 @@ def _parse_yaml(text: str) -> Any:
     """Parse a YAML text of one document, without tags.  Aliases and merges count as what they stand for."""
     try:
         found = yaml.load(text, _Loader)
-    except RecursionError as error:
-        raise unreadable("is not valid YAML", why=_TOO_DEEP) from error
     except (yaml.YAMLError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -150,7 +148,7 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
-        self._values = 0
+        self._depth = self._values = 0
         self._size_of: dict[int, int] = {}  # values in a node that an alias may stand for, by its identity
 
     def compose_node(self, parent: yaml.Node, index: Any) -> Any:
@@ -166,7 +164,11 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
             raise _refused(f"tags such as {brief(event.tag)} are not read", event)
         before = self._values
         self._count(1, event)
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise _refused(f"lists and tables are nested more than {MAX_DEPTH} deep", event)
         node = super().compose_node(parent, index)
+        self._depth -= 1
         self._size_of[id(node)] = self._values - before
         if isinstance(node, yaml.ScalarNode):
             if node.tag.endswith((":int", ":float")) and len(node.value) > 2 * MAX_DIGITS:

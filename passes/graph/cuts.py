@@ -19,6 +19,7 @@ from autopart.ir.errors import UsageError
 from autopart.ir.graph import Graph, Op
 
 Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 Groups = tuple[tuple[str, ...], ...]
 
 

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from autopart.batch.batch import Batch
 from autopart.capture.cache import CaptureCache
 from autopart.capture.capture import Captured
-from autopart.capture.trace.equal_calls import call_key, tensor_kind
+from autopart.capture.trace.functional import call_key, tensor_kind
 from autopart.ir.errors import CaptureError, GraphError, OtherProgramError, RefusedError
 from autopart.ir.graph import Graph, Size
 from autopart.passes.ops.resize import resize

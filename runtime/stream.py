@@ -132,7 +132,7 @@ class StreamEngine:
     def _report(self) -> None:
         """Add what was traced to `spans`, with times from the first batch since the last flush."""
         if self._trace is not None and self.spans is not None:
-            self.spans.extend(self._trace.take())
+            self.spans.extend(self._trace.spans())
 
     def _placed(self, given: BatchPlan) -> BatchPlan:
         """Return the plan of a batch with its micro-batches at their places in the ring."""

@@ -24,8 +24,7 @@ from autopart.planning.derive.reduction import Layouts
 from autopart.runtime.stages.products import are_faster
 from autopart.runtime.stages.stage_module import Cast, StageModule, awaited, of_whole_batch, weighed
 from autopart.stagecode.fewer_ops import merge_ops
-from autopart.stagecode.random_rows import draws_of
-from autopart.stagecode.stage_graph import Draws, Reads, numbers_of, stage_graph
+from autopart.stagecode.stage_graph import Draws, Reads, draws_of, numbers_of, stage_graph
 from autopart.stagecode.weight_products import accumulate_in_place
 
 

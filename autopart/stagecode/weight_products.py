@@ -9,8 +9,7 @@ import torch
 from torch import fx
 
 from autopart.runtime.stages.products import are_faster, kernel_of
-from autopart.runtime.stages.recompute import RecomputedGroup
-from autopart.runtime.stages.stage_module import StageModule
+from autopart.runtime.stages.stage_module import RecomputedGroup, StageModule
 from autopart.runtime.stages.weight_gradients import product
 
 _aten = torch.ops.aten

@@ -21,11 +21,10 @@ from autopart.ir.device_kinds import DEVICE_KINDS
 from autopart.ir.errors import AutopartError, ClusterError
 from autopart.launcher import launcher_variables, torchrun_line
 from autopart.runtime.activity import current, waiting
-from autopart.runtime.group.breaking import break_group
 from autopart.runtime.group.carriers import CARRIERS, NcclCarrier
 from autopart.runtime.group.reduction import TOGETHER, Tree, begin_together
 from autopart.runtime.group.rendezvous import UNWATCHED
-from autopart.runtime.group.shared_group import default_timeout_s, shared_group
+from autopart.runtime.group.shared_group import break_group, default_timeout_s, shared_group
 from autopart.runtime.watch.progress import show_progress
 from autopart.runtime.watch.stop_signals import stop_signals
 

@@ -33,24 +33,25 @@ _log = logging.getLogger("autopart")
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
-    """The process of a rank that was started, the launcher's side of its pipe, and its status."""
+class Member:
+    """The process of a rank as its launcher sees it: this side of its pipe, and its status, also after its end."""
 
+    rank: int
     process: BaseProcess
     conn: Connection
     status: SharedStatus
 
 
-Starter = Callable[[int, Mapping[str, str]], Started]
+Starter = Callable[[int, Mapping[str, str]], Member]
 """Starts a rank with these variables besides those of the launcher."""
 
 
-def spawned(rank: int, env: Mapping[str, str]) -> Started:
+def spawned(rank: int, env: Mapping[str, str]) -> Member:
     """Start a rank as a new Python process."""
     return _started("spawn", rank, f"autopart-rank-{rank}", env)
 
 
-def forked(rank: int, env: Mapping[str, str], more: Sequence[str] = ()) -> Started:
+def forked(rank: int, env: Mapping[str, str], more: Sequence[str] = ()) -> Member:
     """Start a rank by a fork, or as a new process if that fails, and on other systems than Linux.  more: modules that
     the fork server has imported besides."""
     if sys.platform != "linux":
@@ -67,7 +68,7 @@ def forked(rank: int, env: Mapping[str, str], more: Sequence[str] = ()) -> Start
         return spawned(rank, env)
 
 
-def _started(method: str, rank: int, name: str, env: Mapping[str, str]) -> Started:
+def _started(method: str, rank: int, name: str, env: Mapping[str, str]) -> Member:
     """Start a rank.  env: of the new Python process."""
     context: Any = multiprocessing.get_context(method)
     status: SharedStatus = context.RawValue(SharedStatus)
@@ -76,7 +77,7 @@ def _started(method: str, rank: int, name: str, env: Mapping[str, str]) -> Start
     process = context.Process(target=worker.started, args=(rank, theirs, status, tied), name=name)
     with _environment(env), theirs:
         process.start()
-    return Started(process, conn, status)
+    return Member(rank, process, conn, status)
 
 
 class _Name(str):

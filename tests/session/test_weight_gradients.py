@@ -16,7 +16,7 @@ import autopart
 from autopart.batch.batch import flatten
 from autopart.capture import Captured, capture
 from autopart.runtime.stages import stage_module
-from autopart.runtime.stages.recompute import RecomputedGroup
+from autopart.runtime.stages.stage_module import RecomputedGroup
 from autopart.runtime.stages.weight_gradients import WeightGradient, product
 from autopart.stagecode import split, weight_products
 

@@ -19,7 +19,7 @@ from autopart.planning.derive.reduction import BatchRule
 from autopart.runtime.engine import Engine, StepOutcome
 from autopart.runtime.player import BatchPlan
 from autopart.runtime.stream import StreamEngine, Update
-from autopart.runtime.sums.finite import unscale
+from autopart.runtime.sums.reduce import unscale
 from autopart.session.executors.context import RankContext
 from autopart.session.executors.engines import Engines
 from autopart.session.executors.preparation import Preparation

@@ -226,3 +226,18 @@ def _rows(captured: Captured, node: fx.Node, layouts: Layouts) -> Rows:
 def _pair(layouts: Layouts, value: str) -> tuple[int, int] | None:
     layout = layouts[value]
     return None if layout is None else (layout.axis, layout.stride)
+
+
+def text_of(body: fx.GraphModule) -> str:
+    """Return the ops of a graph as text, equal for equal ops whatever their names.  O(nodes)."""
+    number: dict[fx.Node, int] = {}
+
+    def argument(arg: Any) -> Any:
+        return f"%{number[arg]}" if isinstance(arg, fx.Node) else repr(arg)
+
+    lines = []
+    for node in body.graph.nodes:
+        number[node] = len(number)
+        args = fx.node.map_aggregate((node.args, node.kwargs), argument)
+        lines.append(f"{node.op} {'' if node.op == 'placeholder' else node.target} {args}")
+    return "\n".join(lines)

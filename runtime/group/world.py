@@ -107,9 +107,8 @@ class World:
                     why="RANK is not set, so neither torchrun nor autopart.launch started it",
                     fix=f"{torchrun_line(size, self._local)}   (or autopart.launch(fn, cluster))",
                 )
-            require_world(size, int(os.environ["WORLD_SIZE"]), self._local)
-        else:
-            require_world(size, dist.get_world_size(), self._local)
+        running = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
+        require_world(size, running, self._local)
         limit_s = default_timeout_s() if timeout_s is None else timeout_s
         planning_s = PLANNING_TIMES * timeout_s if timeout_s is not None else math.inf
         self._lease = shared_group.enter(self._backend, limit_s, planning_s, self._broken)

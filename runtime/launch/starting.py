@@ -119,8 +119,10 @@ def _become(name: str, env: Mapping[str, str], *output: Any) -> str:
     return name
 
 
-def local_env(rank: int, world: int) -> dict[str, str]:
-    """Return what torchrun would set, and loopback and a fair share of the cores if the user set nothing else."""
+def local_env(rank: int, world: int, living: Living | None) -> dict[str, str]:
+    """Return what torchrun would set, and loopback and a fair share of the cores if the user set nothing else.
+
+    living: the devices of an elastic launch, of which the rank is told its own."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     defaults = {
         "OMP_NUM_THREADS": str(max(1, cores // world)),
@@ -128,18 +130,12 @@ def local_env(rank: int, world: int) -> dict[str, str]:
     }
     return {name: value for name, value in defaults.items() if name not in os.environ} | {
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
+        "LOCAL_RANK": str(rank if living is None else living.devices[rank]),
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),
         PARENT_VARIABLE: str(os.getpid()),
+        **({} if living is None else {DEVICES_VARIABLE: living.text()}),
     }
-
-
-def device_env(rank: int, living: Living | None) -> dict[str, str]:
-    """Return what a rank of an elastic launch is told of its device."""
-    if living is None:
-        return {}
-    return {"LOCAL_RANK": str(living.devices[rank]), DEVICES_VARIABLE: living.text()}
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from autopart.ir.errors import UsageError
 from autopart.launcher import RESTART_VARIABLE, Living
 from autopart.runtime.activity import KEEPING, NOTHING, PATIENT, READY_TO_KEEP, SharedStatus
 from autopart.runtime.launch.reasons import GUARD, STARTING, UNGUARDED, Death, error_for, first_cause, is_explained
-from autopart.runtime.launch.starting import Member, Starter, device_env, local_env, spawned
+from autopart.runtime.launch.starting import Member, Starter, local_env, spawned
 from autopart.runtime.launch.worker import PARENT_VARIABLE, READY, Failure, Success
 from autopart.runtime.watch.processes import STOPPED_S, state_of
 from autopart.runtime.watch.states import no_answer, state_of_rank
@@ -72,7 +72,7 @@ class Fleet:
         try:
             own = {RESTART_VARIABLE: str(generation), **env, **self.open_store()}
             for rank in range(world):
-                self.members.append(start(rank, own | local_env(rank, world) | device_env(rank, living)))
+                self.members.append(start(rank, own | local_env(rank, world, living)))
                 self._statuses.append(self.members[-1].status)
         except BaseException:
             self.kill()

@@ -1,8 +1,4 @@
-"""Versions of a stage's weights: each batch in flight keeps the weights of its forward for its backward.
-
-A version is a set of leaves.  The newest shares the memory of the parameters, which move to new memory before an update
-if an older batch still needs the old values.
-"""
+"""Versions of a stage's weights: each batch in flight keeps the weights of its forward for its backward."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ _Tensors = dict[str, torch.Tensor]
 
 
 class WeightVersions:
-    """The versions of the trainable tensors of one stage, by number of updates.
+    """The versions of the trainable tensors of one stage, by number of updates: each is a set of leaves.
 
     The newest version shares the memory of the parameters.  When it is still needed after an update, the parameters
     move to new memory first: the optimizer works in place, and would overwrite what backwards have saved.  So a stage

@@ -8,16 +8,13 @@ has several readers.
 from __future__ import annotations
 
 import operator
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import fx
 
 from autopart.capture import Captured
-from autopart.capture.trace.lower import is_random
 from autopart.capture.trace.to_graph import results_of
 from autopart.ir.graph import Adjusted, Graph
 from autopart.ir.plan import Stage
@@ -26,11 +23,8 @@ from autopart.passes.ops.casts import cast_parameter
 from autopart.planning.derive.reduction import Layouts
 from autopart.runtime.stages.products import are_faster
 from autopart.runtime.stages.stage_module import Cast, StageModule, awaited, of_whole_batch, weighed
+from autopart.stagecode.rewrites import accumulate_in_place, merge_ops
 from autopart.stagecode.stage_graph import Draws, Reads, draws_of, numbers_of, stage_graph
-from autopart.stagecode.weight_products import accumulate_in_place
-
-_aten = torch.ops.aten
-_COUNTS = {_aten.add.Tensor, _aten.add.Scalar}
 
 
 def stage_module(
@@ -188,65 +182,3 @@ def _outside(captured: Captured, inside: Collection[fx.Node]) -> list[fx.Node]:
     """Return the nodes that `inside` reads and does not hold, in captured order."""
     read = {arg for node in inside for arg in node.all_input_nodes} - set(inside)
     return [node for node in captured.module.graph.nodes if node in read]
-
-
-def merge_ops(code: StageModule, inputs: Collection[str]) -> StageModule:
-    """Merge ops of the top level of a stage's code, in place; every result keeps its bits.  Return the code.
-
-    Each layer of a model may build its own attention mask from the same padding, and count its own batches.
-    inputs: names of the batch's inputs, which need no gradient, like constants.  O(nodes).
-    """
-    graph = code.module.graph
-    ops = [node.target for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
-    if any(op._schema.is_mutable for op in ops):  # perhaps writes to memory that equal ops would share
-        return code
-    given = zip(graph.find_nodes(op="placeholder"), (*code.params, *code.inputs), strict=False)
-    _merge_equal(graph, {node for node, name in given if name in inputs or name in code.constants})
-    _merge_counters(graph, len(code.updates))
-    code.module.recompile()
-    return code
-
-
-def _merge_equal(graph: fx.Graph, plain: set[fx.Node]) -> None:
-    """Let ops without gradients that are equal run once.  plain: gets the nodes that depend on plain ones alone."""
-    known: dict[tuple[Any, ...], fx.Node] = {}
-    for node in list(graph.nodes):
-        if not _is_pure(node) or not plain.issuperset(node.all_input_nodes):
-            continue
-        first = known.setdefault((node.target, repr(node.args), repr(node.kwargs)), node)
-        if first is node:
-            plain.add(node)
-        else:
-            node.replace_all_uses_with(first)
-            graph.erase_node(node)
-
-
-def _is_pure(node: fx.Node) -> bool:
-    """Return whether an op computes the same from the same arguments each time; none of them writes."""
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return target.namespace == "aten" and not is_random(node)
-    return target is operator.getitem
-
-
-def _merge_counters(graph: fx.Graph, updates: int) -> None:
-    """Add to all counters at once: buffers whose new value is their sum with a number.
-
-    updates: number of buffers that the code returns new values of, after its other results.
-    """
-    end = graph.output_node()
-    results: Any = end.args[0]
-    counters: dict[int, list[fx.Node]] = defaultdict(list)
-    for result in dict.fromkeys(results[len(results) - updates :]):
-        if result.target in _COUNTS and set(result.users) == {end} and not result.kwargs:
-            buffer, step = result.args
-            if type(step) is int and buffer.op == "placeholder":
-                counters[step].append(result)
-    for step, sums in counters.items():
-        if len(sums) < 2:
-            continue
-        with graph.inserting_before(end):
-            together = graph.call_function(_aten._foreach_add.Scalar, ([each.args[0] for each in sums], step))
-            for place, each in enumerate(sums):
-                each.replace_all_uses_with(graph.call_function(operator.getitem, (together, place)))
-                graph.erase_node(each)

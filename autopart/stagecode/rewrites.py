@@ -1,18 +1,23 @@
-"""Products with a weight in the code of a stage, put in the form that adds the weight's gradient into `.grad`."""
+"""Rewrites of the code of a stage: products with a weight get the form that adds its gradient into `.grad`; ops that
+compute the same from inputs and constants, and counters, are merged."""
 
 from __future__ import annotations
 
+import operator
+from collections import defaultdict
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
+from autopart.capture.trace.lower import is_random
 from autopart.runtime.stages.products import are_faster, kernel_of
 from autopart.runtime.stages.stage_module import RecomputedGroup, StageModule
 from autopart.runtime.stages.weight_gradients import product
 
 _aten = torch.ops.aten
+_COUNTS = {_aten.add.Tensor, _aten.add.Scalar}
 _PRODUCTS: Mapping[Any, tuple[int, int, int | None, bool]] = {
     _aten.linear.default: (0, 1, 2, True),
     _aten.addmm.default: (1, 2, 0, False),
@@ -91,3 +96,65 @@ def _transposes(node: fx.Node) -> bool:
     if node.target is _aten.transpose.int:
         return sorted(axis % 2 for axis in node.args[1:]) == [0, 1]  # type: ignore[operator]
     return node.target is _aten.permute.default and [axis % 2 for axis in node.args[1]] == [1, 0]  # type: ignore
+
+
+def merge_ops(code: StageModule, inputs: Collection[str]) -> StageModule:
+    """Merge ops of the top level of a stage's code, in place; every result keeps its bits.  Return the code.
+
+    Each layer of a model may build its own attention mask from the same padding, and count its own batches.
+    inputs: names of the batch's inputs, which need no gradient, like constants.  O(nodes).
+    """
+    graph = code.module.graph
+    ops = [node.target for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    if any(op._schema.is_mutable for op in ops):  # perhaps writes to memory that equal ops would share
+        return code
+    given = zip(graph.find_nodes(op="placeholder"), (*code.params, *code.inputs), strict=False)
+    _merge_equal(graph, {node for node, name in given if name in inputs or name in code.constants})
+    _merge_counters(graph, len(code.updates))
+    code.module.recompile()
+    return code
+
+
+def _merge_equal(graph: fx.Graph, plain: set[fx.Node]) -> None:
+    """Let ops without gradients that are equal run once.  plain: gets the nodes that depend on plain ones alone."""
+    known: dict[tuple[Any, ...], fx.Node] = {}
+    for node in list(graph.nodes):
+        if not _is_pure(node) or not plain.issuperset(node.all_input_nodes):
+            continue
+        first = known.setdefault((node.target, repr(node.args), repr(node.kwargs)), node)
+        if first is node:
+            plain.add(node)
+        else:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+
+
+def _is_pure(node: fx.Node) -> bool:
+    """Return whether an op computes the same from the same arguments each time; none of them writes."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target.namespace == "aten" and not is_random(node)
+    return target is operator.getitem
+
+
+def _merge_counters(graph: fx.Graph, updates: int) -> None:
+    """Add to all counters at once: buffers whose new value is their sum with a number.
+
+    updates: number of buffers that the code returns new values of, after its other results.
+    """
+    end = graph.output_node()
+    results: Any = end.args[0]
+    counters: dict[int, list[fx.Node]] = defaultdict(list)
+    for result in dict.fromkeys(results[len(results) - updates :]):
+        if result.target in _COUNTS and set(result.users) == {end} and not result.kwargs:
+            buffer, step = result.args
+            if type(step) is int and buffer.op == "placeholder":
+                counters[step].append(result)
+    for step, sums in counters.items():
+        if len(sums) < 2:
+            continue
+        with graph.inserting_before(end):
+            together = graph.call_function(_aten._foreach_add.Scalar, ([each.args[0] for each in sums], step))
+            for place, each in enumerate(sums):
+                each.replace_all_uses_with(graph.call_function(operator.getitem, (together, place)))
+                graph.erase_node(each)

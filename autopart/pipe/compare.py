@@ -152,8 +152,9 @@ def verify_step(
             raise pipe.session.world.known(asynchronous)
         found, session = _outcome(pipe, sample), pipe.session
         graph, decision = session.graph, pipe.plan.decision
-        micro_rows, weights = session.road.shares
-        shares, autocast = whole_shares(weights), session.captures.autocast
+        assert session.road.executor is not None
+        micro_rows, preparation = session.road.rows, session.road.executor.preparation
+        shares, autocast = whole_shares(preparation.shares), session.captures.autocast
         coupling = coupling_ops(graph, synced=options.sync_batchnorm)
         if any(len(stage.ranks) > 1 and coupling & set(stage.ops) for stage in decision.stages):
             error = UsageError(
@@ -177,13 +178,10 @@ def verify_step(
         else:
             reference, micro_rows, shares = PLAIN, (batch.rows or 1,), None
 
-        assert session.road.executor is not None
-        steady = session.road.executor.preparation.rule.steady
-
         def content() -> Verification:
             with autocast.region() if autocast is not None else contextlib.nullcontext():
                 given = (model, batch, options.loss_fn, micro_rows, shares or [1.0])
-                plain = expected or plain_outcome(*given, device=session.world.device, steady=steady)
+                plain = expected or plain_outcome(*given, device=session.world.device, steady=preparation.rule.steady)
             stages, ops = reversed([*enumerate(decision.stages)]), graph.op_map()
             first = {name: number for number, stage in stages for op in stage.ops for name in ops[op].params}
             return compared(found, plain, first, precision_of(graph), tolerance, reference)

@@ -31,7 +31,6 @@ from autopart.session.step.data import (
     rows_of_shards,
     shared_stand_in,
 )  # fmt: skip
-from autopart.session.step.loss_shares import Shares
 from autopart.session.step.parts import ONE, SEVERAL, fitting_cut, warn_of_other_batches
 
 CALLS = {"step": "step", "loss": "eval_loss", "predict": "predict"}
@@ -41,8 +40,8 @@ CALLS = {"step": "step", "loss": "eval_loss", "predict": "predict"}
 class Road:
     """Takes batches to their executors and plans, together with the other ranks.
 
-    steps: what is done to each batch (`lists.BATCH_STEPS`).  shares: rows of each micro-batch of the last batch, and
-    their shares in its loss.  executor: that ran it, None before the first one.
+    steps: what is done to each batch (`lists.BATCH_STEPS`).  rows: of each micro-batch of the last batch.  executor:
+    that ran it, None before the first one.
     """
 
     _standing: Standing
@@ -53,7 +52,7 @@ class Road:
         self._kinds = KnownKinds()
         self._compared = False
         self.steps = [make(captures, world.device) for make in BATCH_STEPS]
-        self.shares: tuple[tuple[int, ...], Shares] = ((), {})
+        self.rows: tuple[int, ...] = ()
         self.executor: Executor | None = None
 
     def begin(self, standing: Standing, batch: Batch) -> None:
@@ -61,10 +60,7 @@ class Road:
         self._standing = standing
         for step in self.steps:
             step.begin(batch, max(standing.plan.micro_rows))
-        signature = digest_of(repr(batch.signature()))
-        self._kinds.clear()
-        kind = self._kinds.kind("step", digest_of(self._captures.version), signature, batch.rows)
-        self._kinds.restart(standing.context, standing.graph, standing.plan.decision, kind, standing.executor)
+        self._kinds.begin(standing, batch)
 
     @property
     def captured(self) -> Captured:
@@ -74,7 +70,7 @@ class Road:
     @property
     def ran_as_planned(self) -> bool:
         """Whether the last batch was like the one that the plan is for, and as large."""
-        return self.executor is self._standing.executor and self.shares[0] == self._standing.plan.micro_rows
+        return self.executor is self._standing.executor and self.rows == self._standing.plan.micro_rows
 
     def read(self, arguments: Arguments, mode: str = "step") -> Batch | None:
         """Return the batch of a call taken apart, None if this rank is given none; in a prediction without target."""
@@ -118,7 +114,7 @@ class Road:
                 batch = self._captures.settled(batch, largest_part(batch, mode, self._standing.plan.decision), mode)
                 batch = self._begun(batch, mode, samples, sharded=False)
             signature = repr(batch.signature())
-            known = self._kinds.get(self._kind(mode, digest_of(signature), batch.rows))
+            known = self._kinds.get(self._kinds.kind(mode, digest_of(signature), batch.rows))
             return batch, signature, known.preparation.count(batch) if known is not None else None, None
         except FAILURES as error:
             return batch, "", None, error
@@ -164,21 +160,22 @@ class Road:
             CALLS[mode], failure, needed=needed, signature=signature, version=version,
             rows=(batch.rows or 0) if batch is not None else 0, scale=scale, sharded=sharded, counts=counts,
         )  # fmt: skip
-        if batch is not None and counts is not None and failure is None:
-            kind = self._kind(mode, digest_of(signature), batch.rows)
+        if batch is not None and counts is not None:
+            kind = self._kinds.kind(mode, digest_of(signature), batch.rows)
             executor = self._kinds.get(kind)
             assert executor is not None  # it counted the batch
             if executor.begin(batch, counts):
                 agree = partial(self._agree, settle, kind, batch, needed[0])
                 plan = replace(executor.plan(batch, key, scale), agree=agree)
-                self.shares, self.executor = (plan.rows, executor.preparation.shares), executor
+                self.rows, self.executor = plan.rows, executor
                 return executor, batch, plan
         given = settle()
         if mode == "step" and not (sharded or self._compared):
             self._compared = True
             warn_of_other_batches(self._world, batch, needing)
         shards = given.shards
-        kind = self._kind(mode, given.signature, sum(shards) if sharded else given.rows)
+        rows = sum(shards) if sharded else given.rows
+        kind = self._kinds.kind(mode, given.signature, rows)
         known = self._kinds.get(kind)
         stand_in = known.stand_in if known is not None else None
         if stand_in is None and (given.missing or sharded):
@@ -190,14 +187,11 @@ class Road:
             raise self._world.known(error) from None
         if batch is None or (sharded and self._world.rank not in needed):
             assert stand_in is not None
-            batch = with_rows(stand_in, sum(shards) if sharded else given.rows)
+            batch = with_rows(stand_in, rows)
         executor = self._agreed(kind, batch, given.counts, shards, stand_in)
         plan = executor.plan(batch, key, scale, shards)
-        self.shares, self.executor = (plan.rows, executor.preparation.shares), executor
+        self.rows, self.executor = plan.rows, executor
         return executor, batch, plan
-
-    def _kind(self, mode: str, signature: float, rows: int | None) -> Kind:
-        return self._kinds.kind(mode, digest_of(self._captures.version), signature, rows)
 
     def _agreed(
         self, kind: Kind, batch: Batch, counts: Sequence[float], shards: tuple[int, ...], stand_in: Batch | None
@@ -214,7 +208,7 @@ class Road:
             if shards or batch.rows in (None, 1) or executor.preparation.fitting is not None:
                 raise
             executor.preparation.fitting = ONE if executor.planned.graph.rows == 1 else SEVERAL
-            kind = self._kinds.kind(*kind[:3], batch.rows)
+            kind = self._kinds.kind(kind[0], kind[2], batch.rows)
             executor = self._kinds.executor(kind, batch)
             executor.stand_in = stand_in
             executor.preparation.agree(batch, ())
@@ -224,7 +218,7 @@ class Road:
         """Wait until every rank makes this step with a batch like this rank's, which has begun with it.  Collective;
         raises on all ranks what any rank finds wrong."""
         given = settle()
-        executor = self._kinds.used(kind)
+        executor = self._kinds.executor(kind, batch)
         if given.missing and executor.stand_in is None:
             executor.stand_in = shared_stand_in(self._world, batch, first, given.signature)
         executor.preparation.agree(batch, given.counts)

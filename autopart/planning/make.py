@@ -248,15 +248,17 @@ def _settled(task: PlanningTask, costs: CostedGraph, plan: Plan, reduction: Loss
         except (RefusedError, InfeasibleError):
             break
     best = min(found, key=lambda each: each.plan.step_ns)
-    return replace(best, plan=_beside(best.plan, [each.plan for each in found if each is not best]))
-
-
-def _beside(best: Plan, others: list[Plan]) -> Plan:
-    """Return the best plan with others, by their own costs, as its alternatives."""
-    named = [(other, f"micro-batches of {max(other.micro_rows)} rows by their own costs") for other in others]
-    slower = [f"{other.step_ns / max(1, best.step_ns) - 1:+.1%}" for other in others]
-    more = tuple(Alternative(name, other.step_ns, why) for (other, name), why in zip(named, slower, strict=True))
-    return replace(best, outlook=replace(best.outlook, alternatives=(*best.outlook.alternatives, *more)))
+    more = tuple(
+        Alternative(
+            f"micro-batches of {max(other.plan.micro_rows)} rows by their own costs",
+            other.plan.step_ns,
+            f"{other.plan.step_ns / max(1, best.plan.step_ns) - 1:+.1%}",
+        )
+        for other in found
+        if other is not best
+    )
+    outlook = replace(best.plan.outlook, alternatives=(*best.plan.outlook.alternatives, *more))
+    return replace(best, plan=replace(best.plan, outlook=outlook))
 
 
 def _at_own_size(task: PlanningTask, costs: CostedGraph, plan: Plan, reduction: LossReduction) -> Planned:
@@ -274,11 +276,9 @@ def _at_own_size(task: PlanningTask, costs: CostedGraph, plan: Plan, reduction: 
             measured = _costs(own)
             task, plan = _with_enough_rows(own, measured, _built(own, measured))
             captured, costs = own.family.base, measured
-        elif size.rows > 1:
-            plan = _made_for(plan, family.at(size))
         else:
-            captured = family.captured(size)
-            plan = _made_for(plan, captured.graph)
+            graph = family.at(size) if size.rows > 1 else (captured := family.captured(size)).graph
+            plan = replace(plan, provenance=replace(plan.provenance, graph_digest=graph.shape_digest()))
     rule = _rule(plan, captured, family, reduction, task.slices)
     notes = (*task.notes, *notes_on(task.options, plan, captured.graph), *moving(plan, captured.graph, rule.steady))
     return Planned(plan.with_notes(*notes), captured, rule, costs)
@@ -298,11 +298,6 @@ def _rule(plan: Plan, captured: Captured, family: ProgramFamily, loss: LossReduc
         return BatchRule(WHOLE)
     divided = divided_values(plan.decision, captured.graph, slices.once if plan.decision.token_slices else ())
     return rule_of(family, loss, *divided)
-
-
-def _made_for(plan: Plan, graph: Graph) -> Plan:
-    """Return the plan with the digest of this graph."""
-    return replace(plan, provenance=replace(plan.provenance, graph_digest=graph.shape_digest()))
 
 
 def _given(given: Plan, captures: CaptureCache, batch: Batch, cluster: Cluster, options: Options) -> Planned:

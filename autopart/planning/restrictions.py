@@ -146,10 +146,9 @@ def needs_more_rows(task: PlanningTask, plan: Plan) -> bool:
 
     Replicas of a model on the meta device are not checked.  Raises the reason if every split has single rows.
     """
-    single_micro = min(plan.micro_rows) == 1
-    if not single_micro and (task.family.on_meta or _least_rows(plan) > 1):
-        return False
-    if task.family.base.graph.size == Size(1):
+    pairs = {(rows, stage.division) for rows in plan.micro_rows for stage in plan.stages}
+    shares = [own for rows, divided in pairs for own in parts(divided, 0, rows)] if not task.family.on_meta else []
+    if 1 not in (*plan.micro_rows, *shares) or task.family.base.graph.size == Size(1):
         return False
     try:
         task.family.captured(Size(1))
@@ -177,9 +176,3 @@ def with_more_rows(task: PlanningTask) -> PlanningTask:
     what = "micro-batches of one row" if larger != task.splits else "replicas with one row of a micro-batch"
     note = f"{what} were left out: {ANOTHER_PROGRAM}"
     return replace(task, splits=larger, least_rows=2, notes=(*task.notes, note))
-
-
-def _least_rows(plan: Plan) -> int:
-    """Return the fewest rows that a replica has of a micro-batch, if it has any."""
-    pairs = {(rows, stage.division) for rows in plan.micro_rows for stage in plan.stages}
-    return min(own for rows, divided in pairs for own in parts(divided, 0, rows) if own)

@@ -29,15 +29,11 @@ def ways_to_split(batch: Batch, micro_batches: int | None) -> Splits:
         return ((1,),)
     if micro_batches:
         return (split_rows(batch.rows, micro_batches),)
-    return tuple(split_rows(batch.rows, count) for count in micro_counts(batch.rows))
-
-
-def micro_counts(rows: int) -> tuple[int, ...]:
-    """Return numbers of micro-batches to try, ascending: the divisors, and powers of two if there are few."""
-    most = min(rows, MOST_MICRO_BATCHES)
-    divisors = [count for count in range(1, most + 1) if rows % count == 0]
-    powers = [1 << i for i in range(most.bit_length()) if 1 << i <= most]
-    return tuple(divisors if len(divisors) >= min(4, len(powers)) else sorted({*divisors, *powers}))
+    most = min(batch.rows, MOST_MICRO_BATCHES)
+    divisors = [count for count in range(1, most + 1) if batch.rows % count == 0]
+    powers = [1 << i for i in range(most.bit_length())]
+    counts = divisors if len(divisors) >= min(4, len(powers)) else sorted({*divisors, *powers})
+    return tuple(split_rows(batch.rows, count) for count in counts)
 
 
 def other_sizes(splits: Splits, batch: Batch) -> list[Size] | None:

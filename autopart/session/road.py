@@ -218,7 +218,7 @@ class Road:
         """Wait until every rank makes this step with a batch like this rank's, which has begun with it.  Collective;
         raises on all ranks what any rank finds wrong."""
         given = settle()
-        executor = self._kinds.executor(kind, batch)
+        executor = self._kinds.used(kind)
         if given.missing and executor.stand_in is None:
             executor.stand_in = shared_stand_in(self._world, batch, first, given.signature)
         executor.preparation.agree(batch, given.counts)

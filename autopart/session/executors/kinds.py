@@ -64,6 +64,12 @@ class KnownKinds:
         """Return the executor of a kind, None if there is none yet."""
         return self._found.peek(kind)
 
+    def used(self, kind: Kind) -> Executor:
+        """Return the executor of a kind that is there, and keep it as the one used last."""
+        executor = self._found.get(kind)
+        assert executor is not None
+        return executor
+
     def kind(self, mode: str, signature: float, rows: int | None) -> Kind:
         """Return the kind of a batch of this number of rows.  signature: digest of its signature."""
         version = digest_of(self._standing.context.captures.version)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from autopart.ir.actions import COMPUTE, parse_action
 from autopart.ir.errors import PlanError, ProgramError, printable, shortened
@@ -281,3 +282,9 @@ def _check_updates(graph: Graph, have: list[set[str]]) -> None:
                 why="each stage has its own copy: another stage would read a stale one",
                 fix=f"keep {', '.join(sorted(uses))} in one stage",
             )
+
+
+def listed_runs(lengths: tuple[int, ...]) -> str:
+    """Write 128, 128, 64 as "128x2 64"."""
+    runs = [(length, len(list(same))) for length, same in groupby(lengths)]
+    return " ".join(f"{length}x{times}" if times > 1 else f"{length}" for length, times in runs)

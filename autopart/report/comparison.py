@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass, field
 
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import AutopartError
-from autopart.ir.explain import table_lines
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan
+from autopart.report.plan_table import table_lines
 
 GIB = 2**30
 

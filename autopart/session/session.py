@@ -17,15 +17,14 @@ from autopart.capture import CaptureCache
 from autopart.capture.python.guards import tied_names
 from autopart.costs.sources import CostedGraph
 from autopart.ir.cluster import Cluster
-from autopart.ir.explain import summary
-from autopart.ir.graph import Graph
+from autopart.ir.graph import Graph, Size
 from autopart.ir.plan import Plan
-from autopart.ir.size import Size
 from autopart.ir.timeline import Span
 from autopart.options import Options
 from autopart.passes.program.routing import homes
 from autopart.planning.derive.reduction import BatchRule
 from autopart.planning.make import Planned, make_plan, read_plan
+from autopart.report.plan_table import summary
 from autopart.runtime.activity import patient, set_activity, set_rank_label
 from autopart.runtime.group.world import World
 from autopart.runtime.sums.shared_values import SharedValues

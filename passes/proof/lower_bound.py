@@ -29,7 +29,7 @@ from itertools import pairwise
 import numpy as np
 
 from autopart.ir.cluster import Cluster
-from autopart.ir.size import Size
+from autopart.ir.graph import Size
 from autopart.passes.graph.cuts import Ints
 from autopart.passes.search.partition import INFEASIBLE
 from autopart.passes.search.space import SearchSpace, fastest_times, gradient_edges, is_chain

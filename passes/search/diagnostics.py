@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from autopart.ir.cluster import Cluster
+from autopart.ir.decision import listed_runs
 from autopart.ir.errors import InfeasibleError
-from autopart.ir.explain import listed_runs
 from autopart.ir.graph import Graph, Op
-from autopart.ir.outlook import Alternative
+from autopart.ir.plan import Alternative
 from autopart.passes.search.candidate import Candidate
 from autopart.passes.search.evaluation import Evaluation, evaluate
 from autopart.passes.search.layout import Layout

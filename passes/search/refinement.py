@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, pairwise, permutations, product
 from typing import NamedTuple
 
-from autopart.ir.size import Size
+from autopart.ir.graph import Size
 from autopart.passes.search.candidate import Candidate
 from autopart.passes.search.evaluation import Evaluation, Search, fitted
 from autopart.passes.search.memory.jointly import Fitted

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autopart.ir.actions import BACKWARD, FORWARD
+from autopart.ir.graph import Size
 from autopart.ir.plan import Decision, Estimate, Outlook, Stage
 from autopart.ir.program import Edge, Program
-from autopart.ir.size import Size
 from autopart.ir.timeline import Timeline
 from autopart.passes.program.orders import Shape
 from autopart.passes.program.routing import Tied

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from autopart.ir.actions import BACKWARD, FORWARD
 from autopart.ir.cluster import Cluster, Device
+from autopart.ir.graph import Size
 from autopart.ir.plan import Decision, Estimate, Stage
 from autopart.ir.program import Edge
-from autopart.ir.size import Size
 from autopart.passes.ops.cost_model import GraphCosts
 from autopart.passes.program.orders import Shape
 from autopart.passes.program.schedules import find, in_flight, most_tokens, streams

@@ -13,10 +13,8 @@ from support.languages.plans import changed, example, plans
 from autopart.files import json_text
 from autopart.files.plans import diff_plans, load_plan, match_plan, plan_from_json, plan_to_json, save_plan
 from autopart.ir.errors import PlanError, PlanFileError
-from autopart.ir.graph import Graph, Op, Param, Value
-from autopart.ir.outlook import Alternative, Optimality
-from autopart.ir.plan import Plan, Stage, check
-from autopart.ir.size import Size
+from autopart.ir.graph import Graph, Op, Param, Size, Value
+from autopart.ir.plan import Alternative, Optimality, Plan, Stage, check
 
 
 @settings(deadline=None)

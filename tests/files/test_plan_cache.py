@@ -23,8 +23,8 @@ from autopart.files.caches.plan_cache import digest_of_sources, find_plan, keep_
 from autopart.files.plans import load_plan, plan_to_json
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import UsageError
+from autopart.ir.graph import Size
 from autopart.ir.plan import Plan
-from autopart.ir.size import Size
 from autopart.passes import pipeline
 from autopart.passes.pipeline import PlannerInput, build
 from autopart.passes.program import schedules

@@ -22,8 +22,7 @@ from autopart.extras.compiled.inductor import Inductor
 from autopart.extras.compiled.segments import segmented
 from autopart.files.caches.cost_cache import OpCost
 from autopart.ir.cluster import Device
-from autopart.ir.graph import Graph
-from autopart.ir.size import Size
+from autopart.ir.graph import Graph, Size
 from autopart.passes.ops.analytic_costs import analytic_costs
 from autopart.passes.ops.cost_model import CostModel
 from autopart.runtime.stages.compiled_segment import CompiledSegment

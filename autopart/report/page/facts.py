@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autopart.ir.errors import printable
-from autopart.ir.explain import COST_DESCRIPTIONS, rank_spans
 from autopart.ir.graph import module_range
 from autopart.ir.plan import Plan
 from autopart.ir.timeline import Timeline, stage_sums
 from autopart.report.page.words import Cell, change, count, duration, duration_text, memory, memory_text, part, words
+from autopart.report.plan_table import COST_DESCRIPTIONS, rank_spans
 
 
 @dataclass(frozen=True, slots=True)

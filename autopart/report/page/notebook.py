@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopart.ir.explain import summary
 from autopart.ir.plan import Plan
 from autopart.ir.timeline import read_spans
 from autopart.report.page import facts
 from autopart.report.page.words import Cell
-from autopart.report.plan_table import modules_of
+from autopart.report.plan_table import modules_of, summary
 from autopart.report.svg_timeline import said, timeline_svg
 
 MOST_STAGES, MOST_SPANS = 16, 300

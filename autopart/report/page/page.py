@@ -15,14 +15,13 @@ import jinja2
 from markupsafe import Markup
 
 from autopart.ir.errors import UsageError, printable
-from autopart.ir.explain import summary
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan
 from autopart.ir.timeline import MOST_SPANS, Timeline, read_spans
 from autopart.report.page import facts
 from autopart.report.page.rows import MEASURED, SIMULATED, Json, picture
 from autopart.report.page.words import duration_text
-from autopart.report.plan_table import modules_of
+from autopart.report.plan_table import modules_of, summary
 from autopart.report.svg_timeline import timeline_svg
 
 MOST_DRAWN = 800

@@ -19,8 +19,8 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
+from autopart.ir.graph import Size
 from autopart.ir.plan import Stage
-from autopart.ir.size import Size
 from autopart.passes.search.space import SearchSpace
 from autopart.passes.simulation.charges import StageContext
 from autopart.passes.simulation.stage_costs import Estimator

@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from autopart.ir.size import Size
+from autopart.ir.graph import Size
 from autopart.passes.graph.cuts import Ints
 from autopart.passes.search.space import SearchSpace, fastest_sums
 

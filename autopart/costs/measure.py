@@ -50,7 +50,7 @@ def measure_costs(captured: Captured, device: Device) -> tuple[Graph, tuple[str,
     mean error of the analytic costs of the measured ops.
     """
     graph = analytic_costs(captured.graph, device)
-    kept, new = read_times(environment(device)), dict[str, OpTimes]()
+    kept = read_times(environment(device))
     samples = _samples(captured, graph, torch.device(device.device_type))
     found: dict[str, OpTimes] = {}
     deadline = time.monotonic() + BUDGET_S
@@ -66,14 +66,8 @@ def measure_costs(captured: Captured, device: Device) -> tuple[Graph, tuple[str,
             continue
         counts["known" if known else "measured"] += 1
         found[sample.key] = entry
-        if known is None:
-            new[sample.key] = entry
-    keep_times(environment(device), new)
+    keep_times(environment(device), {key: times for key, times in found.items() if key not in kept})
     keys = {name: sample.key for sample in samples for name in sample.ops}
-    return _with_costs(graph, keys, found, added_ns(graph, device)), _notes(counts)
-
-
-def _notes(counts: Mapping[str, int]) -> tuple[str, ...]:
     notes = [f"costs: {counts['measured']} distinct ops measured, {counts['known']} known from earlier runs"]
     if counts["failed"]:
         notes.append(f"costs: {counts['failed']} distinct ops cannot be measured alone; their costs were estimated")
@@ -81,7 +75,7 @@ def _notes(counts: Mapping[str, int]) -> tuple[str, ...]:
         notes.append(
             f"costs: no time to measure {counts['late']} distinct ops; their costs were estimated and rescaled"
         )
-    return tuple(notes)
+    return _with_costs(graph, keys, found, added_ns(graph, device)), tuple(notes)
 
 
 def _with_costs(graph: Graph, keys: Mapping[str, str], found: Mapping[str, OpTimes], added: Mapping[str, int]) -> Graph:

@@ -40,7 +40,7 @@ from autopart.runtime.watch.progress import tell
 from autopart.session.executors.context import RankContext
 from autopart.session.executors.executor import Executor
 from autopart.session.executors.step_end import StepEnd
-from autopart.session.lists import Samples, WeightSource, weights_of
+from autopart.session.lists import WEIGHTS, Samples, WeightSource
 from autopart.session.placement import placement_of, relocate
 from autopart.session.ranks.agreement import FAILURES, from_rank, require_same_everywhere, together
 from autopart.session.ranks.call_sync import STEP_FAILED, Calls
@@ -97,7 +97,8 @@ class Session:
                     self.batch = first_batch(self.road.read(arguments), sharded=sharded)
                     read_plan(self.options)
                     self.tied = tied_names(self.captures.trained)
-                    weights = weights_of(self.captures.trained, self.options.weights, self.options.seed)
+                    asked = self.captures.trained, self.options.weights, self.options.seed
+                    weights = next((found for make in WEIGHTS if (found := make(*asked)) is not None), None)
                 began = time.perf_counter()
                 planned, self.batch = self._plan(self.batch, self.options)
                 planning_s = time.perf_counter() - began - self.captures.seconds

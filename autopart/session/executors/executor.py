@@ -23,6 +23,7 @@ from autopart.runtime.engine import Engine, StepOutcome
 from autopart.runtime.messages.mailbox import Mailbox
 from autopart.runtime.messages.stream_mailbox import StreamMailbox
 from autopart.runtime.player import BatchPlan, Player
+from autopart.runtime.stages.batch_statistics import PURPOSE
 from autopart.runtime.stages.stage import StageRunner
 from autopart.runtime.stream import StreamEngine, Update
 from autopart.runtime.sums.finite import unscale
@@ -35,7 +36,7 @@ from autopart.session.executors.step_end import StepEnd, StepEnds
 from autopart.session.step.batch_counts import weighted_loss
 from autopart.session.step.loss_shares import idle_by_slot, is_uneven
 from autopart.session.step.parts import inputs_of, of_micros, replicated_of, training_program
-from autopart.session.step.synced import open_statistics, rewrites_of, synced_stages
+from autopart.session.step.synced import rewrites_of, synced_stages
 from autopart.stagecode.compilers import EAGER
 from autopart.stagecode.stage_code import StageCode
 
@@ -79,17 +80,14 @@ class Executor:
         unscaled: gradients are divided by it, and none is accumulated if one is not finite.  None: neither.  spans:
         gets what this rank does.  Raises StageError and WorkerError."""
         with self._play(plan, spans) as outcome:
-            end = self._end(plan, outcome, unscaled)
+            last = self.home(self._graph.outputs[0])
+            mine = weighted_loss(outcome.losses, [share[0] for share in plan.shares.get(last, ())])
+            first: str | None = None
+            if self._train and unscaled is not None:
+                first = unscale(self._parameters(), unscaled, self._tensors.masters.by_name, outcome.before)
+            end = self._ends.end(mine, first, outcome.computed_ns)
             outcome.commit(gradients=not end.not_finite)
         return end
-
-    def _end(self, plan: BatchPlan, outcome: StepOutcome, unscaled: float | None) -> StepEnd:
-        """Return what all ranks know once each has done its part.  Collective."""
-        last = self.home(self._graph.outputs[0])
-        mine = weighted_loss(outcome.losses, [share[0] for share in plan.shares.get(last, ())])
-        given = (self._tensors.masters.by_name, outcome.before)
-        first = unscale(self._parameters(), unscaled, *given) if self._train and unscaled is not None else None
-        return self._ends.end(mine, first, outcome.computed_ns)
 
     def predict(self, batch: Batch, plan: BatchPlan) -> Any:
         """Return what the model returns, on every rank, on the CPU."""
@@ -185,7 +183,8 @@ class Executor:
         if micros not in self._engines:
             program = self.program(micros)
             if not self._engines:
-                open_statistics(self._world, self.decision, self._code.rewrites)
+                for stage in self._code.rewrites:  # whose ranks compute together, in groups of their own
+                    self._world.group(self.decision.stages[stage].ranks, purpose=PURPOSE)
                 self._runners = {stage: self._runner(program, stage) for stage in self._stages}
             player = self._player(program, self._runners, Mailbox, self._sums(program), self._context.values)
             self._engines[micros] = Engine(self._world, player)

@@ -118,7 +118,6 @@ def make_plan(
 
 
 def _searched(captures: CaptureCache, batch: Batch, cluster: Cluster, options: Options, *, to_run: bool) -> Planned:
-    """Return the best plan that the options allow, as `make_plan` describes."""
     # The program at every size that micro-batches may have, from captures at two sizes.
     splits = ways_to_split(batch, options.micro_batches)
     first = first_size(splits, batch, cluster, options)
@@ -193,7 +192,6 @@ def _hint_at_slices(task: PlanningTask, plan: Plan) -> tuple[str, ...]:
 
 
 def _request(task: PlanningTask, graph: Graph) -> tuple[PlanRequest, tuple[str, ...]]:
-    """Return the request to the passes, and notes on the optimizer."""
     options = task.options
     base = task.family.base
     recompute, recomputed = wanted_groups(base.graph, options.recompute, base.checkpointed)

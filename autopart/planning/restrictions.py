@@ -62,7 +62,6 @@ def without_replicas(task: PlanningTask, why: str) -> PlanningTask:
 
 
 def _refuse_replicas(task: PlanningTask, why: str) -> None:
-    """Raise UsageError if replicas= asks for replicas."""
     if task.options.replicas not in (None, 1):
         raise UsageError("replicas cannot be planned for this model", why=why, fix="use replicas=1")
 

@@ -101,7 +101,6 @@ class Executor:
         return rebuilt(collected)
 
     def _collect(self, name: str, outputs: Mapping[str, torch.Tensor], rows: int) -> torch.Tensor:
-        """Return an output of the model from the rank that computed it."""
         owner = self.decision.stages[self.home(name)].ranks[0]
         if owner == self._rank:
             data = outputs[name].detach().cpu().contiguous()

@@ -165,7 +165,6 @@ class Preparation:
         return captured
 
     def _own_sizes(self, rows: tuple[int, ...], *, sharded: bool) -> list[int]:
-        """Return the rows of the pieces that this rank counts."""
         ranks = counting_ranks(rows, self._divisions, self._decision.stages[0].ranks, sharded=sharded)
         pieces = zip(ranks, pieces_of(rows, self._divisions), strict=True)
         return [end - first for rank, (_, first, end) in pieces if rank == self._rank]

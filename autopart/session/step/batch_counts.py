@@ -84,7 +84,6 @@ class BatchCounts:
         return [next(read) if isinstance(number, torch.Tensor) else number for number in found]
 
     def _value(self, name: str, rows: int, inputs: Inputs) -> torch.Tensor:
-        """Return a value of one piece."""
         if name in inputs:
             return inputs[name]
         module = self._known.get((rows, name), self._tensors.held.get(name))

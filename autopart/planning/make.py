@@ -45,12 +45,14 @@ from autopart.planning.notes import moving, notes_on
 from autopart.planning.restrictions import (
     PlanningTask,
     at_known_sizes,
+    first_size,
     needs_more_rows,
+    other_sizes,
+    ways_to_split,
     weaker,
     with_more_rows,
     with_reduction,
 )
-from autopart.planning.splits import first_size, other_sizes, ways_to_split
 from autopart.runtime.activity import patient
 
 IDLE = 0.15

@@ -10,6 +10,7 @@ from autopart.batch.batch import Batch, BatchReader
 from autopart.batch.stand_in import with_rows
 from autopart.capture import CaptureCache, Captured
 from autopart.capture.python.guards import check_autocast
+from autopart.capture.python.reads.masks import with_masks
 from autopart.ir.errors import BatchError, OtherProgramError
 from autopart.options import Options
 from autopart.runtime.activity import patient, set_activity
@@ -23,7 +24,6 @@ from autopart.session.ranks.call_sync import Calls, Given, digest_of
 from autopart.session.standing import Standing
 from autopart.session.step.data import (
     Arguments,
-    as_shard,
     micro_rows,
     one_batch,
     own_rows,
@@ -84,7 +84,7 @@ class Road:
     def follow_model(self, *, training: bool) -> None:
         """Compare the model with its captures, and bring its new values and flags to what this rank holds.  training:
         whether training flags count.  Raises RefusedError for a change that no run can follow."""
-        tensors = self._standing.tensors
+        tensors = self._standing.context.tensors
         check_autocast(self._world.device.type)
         set_activity("comparing the model with its capture")
         tensors.check()
@@ -107,7 +107,9 @@ class Road:
             if batch is None:  # the counts of others are enough, unless buffers have to be compared here
                 return None, "", None if self._standing.plan.decision.token_slices else (), None
             if sharded:
-                batch = as_shard(batch, self._standing.captured)
+                questions = self._standing.captured.questions
+                if questions is not None and len(questions.asked) > len(questions.asked_by_python):
+                    batch = with_masks(batch, ())  # shortcuts for attention masks need the whole batch
                 batch = self._begun(batch, mode, samples, sharded=True)
                 return batch, repr(batch.signature()), None, None
             with patient("capturing the model"):
@@ -134,7 +136,7 @@ class Road:
             if cut != fitting_cut(rows, decision, SEVERAL):  # parts of one row may run on another replica
                 own = range(rows)
         for step in steps:
-            batch = step.extended(batch, samples, own, self._standing.tensors.held)
+            batch = step.extended(batch, samples, own, self._standing.context.tensors.held)
         return batch
 
     def plan(

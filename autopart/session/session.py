@@ -282,7 +282,7 @@ class Session:
     @property
     def graph(self) -> Graph:
         """The captured graph that was planned."""
-        return self.standing.graph
+        return self.standing.captured.graph
 
     @property
     def whole_graph(self) -> Graph:
@@ -292,7 +292,7 @@ class Session:
     @property
     def tensors(self) -> LocalTensors:
         """The tensors that this rank holds."""
-        return self.standing.tensors
+        return self.standing.context.tensors
 
     # -- calls ------------------------------------------------------------------------------------------------------
 

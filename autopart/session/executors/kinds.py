@@ -93,7 +93,7 @@ class KnownKinds:
 
     def _evaluation_rule(self, batch: Batch) -> BatchRule | None:
         """Return how an evaluated batch is cut, as the first rank finds it; None if it stays whole.  Collective."""
-        context, planned, decision = self._standing.context, self._standing.graph, self._standing.plan.decision
+        context, decision, planned = self._standing.context, self._standing.plan.decision, self._standing.captured.graph
         if len(evaluated_rows("loss", batch, decision)) == 1:
             return None
 
@@ -106,7 +106,7 @@ class KnownKinds:
     def _made(self, kind: Kind, batch: Batch, shards: Sequence[int], rule: BatchRule | None) -> Executor:
         """Return what runs batches like this one.  rule: how they are cut in evaluation, None to leave them whole.
         Local; raises RefusedError."""
-        context, planned, decision = self._standing.context, self._standing.graph, self._standing.plan.decision
+        context, decision, planned = self._standing.context, self._standing.plan.decision, self._standing.captured.graph
         mode, _, _, cut = kind
         if mode != "step":
             rows = evaluated_rows(mode, batch, decision) if rule is not None else (batch.rows or 1,)

@@ -281,7 +281,9 @@ def check(graph: Graph) -> Graph:
     ready = set(graph.inputs)
     for place, op in enumerate(graph.ops):
         for problem in _op_problems(op, known, params, ready):
-            raise GraphError(f"op {op.name}: {problem}", where=op.where, why=_neighbourhood(graph, place))
+            near = graph.ops[max(0, place - 5) : place + 6]
+            lines = [f"\n    {o.name} = {o.target}({', '.join(o.reads + o.params)})" for o in near]
+            raise GraphError(f"op {op.name}: {problem}", where=op.where, why="".join(lines))
         ready.update(op.writes)
     for name in graph.outputs:
         if name not in ready:
@@ -331,11 +333,6 @@ def _unique(what: str, names: Iterable[str]) -> None:
         if name in seen:
             raise GraphError(f"{what} {name} is defined twice")
         seen.add(name)
-
-
-def _neighbourhood(graph: Graph, place: int, around: int = 5) -> str:
-    lines = graph.ops[max(0, place - around) : place + around + 1]
-    return "\n" + "\n".join(f"    {o.name} = {o.target}({', '.join(o.reads + o.params)})" for o in lines)
 
 
 def stage_modules(stages: Sequence[Sequence[str]], graph: Graph) -> tuple[tuple[str, ...], ...]:

@@ -203,7 +203,7 @@ class Plan:
 
     def _repr_html_(self) -> str:
         """Return a table and a small picture, for notebooks."""
-        return _drawing("page.notebook").plan_fragment(self)  # type: ignore[no-any-return]
+        return _drawing("page.page").plan_fragment(self)  # type: ignore[no-any-return]
 
     @property
     def step_without_optimizer_ns(self) -> int:

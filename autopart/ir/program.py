@@ -201,7 +201,7 @@ class Program:
                 arrived.setdefault((action.peer, slot.micro, slot.slice, kind.way), []).append(received)
             elif kind.role == COMPUTE and all_of[slot.stage]:
                 messages = arrived.pop((slot.stage, slot.micro, slot.slice, kind.way), [])
-                messages.sort(key=_peer)
+                messages.sort(key=lambda message: message.peer or 0)
                 for part in players:
                     part.extend(messages)
             for part in players:
@@ -302,7 +302,3 @@ def linked_stages(tied: Sequence[tuple[str, tuple[int, ...]]]) -> tuple[tuple[in
         joined = set(stages).union(*(group for group in groups if not group.isdisjoint(stages)))
         groups = [group for group in groups if group.isdisjoint(stages)] + [joined]
     return tuple(sorted(tuple(sorted(group)) for group in groups))
-
-
-def _peer(message: Action) -> int:
-    return message.peer or 0

@@ -39,14 +39,10 @@ def stage_table(plan: Plan, graph: Graph | None = None, *, width: int | None = N
     graph: the captured graph of the plan; adds parameter counts, and modules to a plan without.  width: characters of a
     line, by default `terminal_width`; if lines would be wider, stages become columns.
     """
-    rows = [_stage_row(plan.decision, plan.outlook, s) for s in range(len(plan.stages))]
-    modules = modules_of(plan, graph)
-    if with_modules and any(modules):
-        rows = [_with(row, "ranks", "modules", module_range(own)) for row, own in zip(rows, modules, strict=True)]
+    modules = modules_of(plan, graph) if with_modules else ()
+    rows = [_stage_row(plan, s, modules, graph) for s in range(len(plan.stages))]
     total = _total_row(plan.decision, plan.outlook)
     if graph is not None:
-        counts = [_count(parameter_count(graph, set(stage.ops))) for stage in plan.stages]
-        rows = [_with(row, "ops", "params", count) for row, count in zip(rows, counts, strict=True)]
         total |= {"ops": str(len(graph.ops)), "params": _count(parameter_count(graph, {op.name for op in graph.ops}))}
     header = list(rows[0])
     grid = [header, *([row[name] for name in header] for row in rows)]
@@ -61,16 +57,6 @@ def modules_of(plan: Plan, graph: Graph | None) -> tuple[tuple[str, ...], ...]:
     if graph is not None:
         return stage_modules([stage.ops for stage in plan.stages], graph)
     return tuple(stage.modules for stage in plan.stages)
-
-
-def _with(row: dict[str, str], behind: str, name: str, cell: str) -> dict[str, str]:
-    """Return the row of a stage with another cell behind the one of the column `behind`."""
-    found: dict[str, str] = {}
-    for column, known in row.items():
-        found[column] = known
-        if column == behind:
-            found[name] = cell
-    return found
 
 
 def parameter_count(graph: Graph, ops: set[str]) -> int:
@@ -167,16 +153,21 @@ def _word_columns(header: Sequence[str]) -> list[int]:
     return [column for column, name in enumerate(header) if name in WORDS]
 
 
-def _stage_row(decision: Decision, outlook: Outlook, s: int) -> dict[str, str]:
+def _stage_row(plan: Plan, s: int, modules: Sequence[Sequence[str]], graph: Graph | None) -> dict[str, str]:
     """Return the cells of one stage, by column."""
-    stage = decision.stages[s]
-    row = {"stage": str(s), "ranks": rank_spans(stage.ranks) + _divided(stage), "ops": str(len(stage.ops))}
-    if any(other.recompute for other in decision.stages):
+    stage = plan.stages[s]
+    row = {"stage": str(s), "ranks": rank_spans(stage.ranks) + _divided(stage)}
+    if any(modules):
+        row["modules"] = module_range(modules[s])
+    row["ops"] = str(len(stage.ops))
+    if graph is not None:
+        row["params"] = _count(parameter_count(graph, set(stage.ops)))
+    if any(other.recompute for other in plan.stages):
         row["recomputed"] = str(sum(map(len, stage.recompute)))
-    if any(other.forward_only for other in decision.stages):
+    if any(other.forward_only for other in plan.stages):
         row["learns"] = "no" if stage.forward_only else "yes"
-    if outlook.estimates:
-        row |= _numbers(outlook.estimates[s])
+    if plan.estimates:
+        row |= _numbers(plan.estimates[s])
     return row
 
 

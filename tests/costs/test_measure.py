@@ -15,7 +15,7 @@ from autopart.batch.batch import flatten
 from autopart.capture import Captured, capture
 from autopart.costs import measure
 from autopart.costs.measure import environment, measure_costs
-from autopart.files.caches.kept import CacheWarning, read_kept, write_kept
+from autopart.files.caches import CacheWarning, read_kept, write_kept
 from autopart.ir.cluster import Device
 from autopart.ir.graph import Graph, check_cost
 from autopart.passes.ops.analytic_costs import analytic_costs

@@ -20,8 +20,7 @@ from autopart.ir.actions import RECEIVE, parse_action
 from autopart.ir.errors import UsageError
 from autopart.ir.plan import Alternative, Plan
 from autopart.ir.timeline import Span, Timeline, read_spans, spans_text
-from autopart.report.page.notebook import plan_fragment
-from autopart.report.page.page import plan_page
+from autopart.report.page.page import plan_fragment, plan_page
 
 HOSTILE = "</script><script>alert(1)</script>\u2028<!-- &amp; \x1b[2J"
 

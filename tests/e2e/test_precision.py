@@ -125,7 +125,7 @@ def trained(name: str, precision: str, steps: int, options: dict[str, Any]) -> d
         for step in range(steps):
             batch = batches[step % 2]
             losses.append(pipe.step(batch).item())
-            micro_rows, each = pipe.session.road.shares
+            micro_rows, each = pipe.session.road.rows, pipe.session.road.executor.preparation.shares
             shares = {
                 division: [
                     (rows, share[0])

@@ -24,7 +24,7 @@ def test_a_resumed_run_equals_one_without_interruption_bit_by_bit(pair, tmp_path
         assert extra == {"note": "third", "best": float("inf")}
 
 
-MARKS = {kind: [pytest.mark.slow] for kind in ("sgd", "adam", "rmsprop")}
+MARKS = {kind: [pytest.mark.slow] for kind in ("sgd", "adam", "rmsprop", "adafactor")}
 OTHERS = [
     {"stages": 1, "replicas": 2, "micro_batches": 2, "zero": 0, "sync_batchnorm": True},
     REPLICAS,

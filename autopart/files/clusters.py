@@ -43,8 +43,7 @@ from autopart.files.documents import PARSERS, read_document
 from autopart.files.limits import MAX_INTEGER, MAX_LEVELS, MAX_RANKS, MAX_RATES
 from autopart.files.presets import DEVICES, NODES, several
 from autopart.files.reading import brief, named, validated
-from autopart.ir.cluster import UNMEASURED, Cluster, Device, HostCosts, Level, Link, check
-from autopart.ir.device_kinds import DEVICE_KINDS
+from autopart.ir.cluster import DEVICE_KINDS, UNMEASURED, Cluster, Device, HostCosts, Level, Link, check
 from autopart.ir.errors import ClusterError
 from autopart.launcher import launcher_variables
 

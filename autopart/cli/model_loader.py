@@ -56,17 +56,10 @@ def load_model(name: str, seed: int = 0, rows: int | None = None, tokens: int | 
     torch.manual_seed(seed)
     made = make()
     if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], nn.Module):
-        raise UsageError(
-            f"{name} returned {_described(made)}",
-            fix="return (model, batch) or (model, batch, loss_fn)",
-        )
+        kinds = [type(part).__name__ for part in made] if isinstance(made, tuple) else []
+        what = f"({', '.join(kinds)})" if isinstance(made, tuple) else f"a {type(made).__name__}"
+        raise UsageError(f"{name} returned {what}", fix="return (model, batch) or (model, batch, loss_fn)")
     return Subject(*made)
-
-
-def _described(made: object) -> str:
-    if isinstance(made, tuple):
-        return "(" + ", ".join(type(part).__name__ for part in made) + ")"
-    return f"a {type(made).__name__}"
 
 
 def _function(name: str) -> Callable[[], Any]:

@@ -99,7 +99,9 @@ def tiles(plan: Plan, measured: Timeline | None) -> list[tuple[str, Cell, str]]:
         found.append(("bubble", part(outlook.bubble)._replace(share=None), idle))
     used = len({rank for stage in plan.stages for rank in stage.ranks})
     found.append(("stages", count(len(plan.stages)), f"on {used:,} of {decision.world:,} ranks"))
-    found.append(("micro-batches", count(len(plan.micro_rows)), f"of {_rows(plan)}, schedule {plan.schedule}"))
+    least, most = min(plan.micro_rows), max(plan.micro_rows)
+    rows = f"{least} or {most} rows" if least < most else f"{most} row{'s' * (most > 1)}"
+    found.append(("micro-batches", count(len(plan.micro_rows)), f"of {rows}, schedule {plan.schedule}"))
     if plan.estimates:
         s = max(range(len(plan.stages)), key=lambda s: plan.estimates[s].peak_bytes)
         limit = outlook.limits[s] if outlook.limits else 0
@@ -113,11 +115,6 @@ def _bound(plan: Plan) -> str:
     if bound is None:
         return "one optimizer step"
     return "proved best" if bound.proved else f"no plan takes less than {duration_text(bound.lower_bound)}"
-
-
-def _rows(plan: Plan) -> str:
-    least, most = min(plan.micro_rows), max(plan.micro_rows)
-    return f"{least} or {most} rows" if least < most else f"{most} row{'s' * (most > 1)}"
 
 
 def stages(plan: Plan, modules: Sequence[Sequence[str]], measured: Timeline | None) -> Table:

@@ -137,7 +137,6 @@ def plan_fragment(plan: Plan, *remarks: str) -> str:
     small = 0 < len(step.spans) <= NOTEBOOK_SPANS
     return _template("notebook.html.j2").render(
         lines=map(printable, lines),
-        heads=table.heads,
         rows=table.rows[:NOTEBOOK_STAGES],
         remarks=map(printable, remarks),
         drawing=Markup(timeline_svg({"simulated": step}, width=900)) if small else "",

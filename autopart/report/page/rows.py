@@ -7,6 +7,7 @@ with very many actions the slowest replica of each stage is shown.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 
 from autopart.ir.actions import ACTIONS, HOLDING, RECEIVE
 from autopart.ir.errors import printable
@@ -93,11 +94,7 @@ def _row(rank: int, spans: list[Span], plan: Plan, place: Mapping[int, int], sho
 
 
 def _gaps(moments: Iterable[int]) -> Sequence[int]:
-    found, before = [], 0
-    for moment in moments:
-        found.append(moment - before)
-        before = moment
-    return found
+    return [after - before for before, after in pairwise([0, *moments])]
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------

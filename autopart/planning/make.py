@@ -17,7 +17,7 @@ from autopart.batch.batch import Batch
 from autopart.capture import CaptureCache, Captured
 from autopart.capture.gc_pause import gc_paused
 from autopart.capture.trace.autocast import is_stand_in
-from autopart.capture.trace.gradients import require_something_to_train
+from autopart.capture.trace.to_graph import require_something_to_train
 from autopart.costs.optimizer_state import narrowest_bytes, state_factor
 from autopart.costs.sources import CostedGraph, costed, source_for
 from autopart.files.caches import find_plan, keep_plan, planner_digest

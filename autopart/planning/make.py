@@ -22,8 +22,7 @@ from autopart.costs.optimizer_state import narrowest_bytes, state_factor
 from autopart.costs.sources import CostedGraph, costed, source_for
 from autopart.files.caches import find_plan, keep_plan, planner_digest
 from autopart.files.plans import VERSION, load_plan, match_plan
-from autopart.ir.cluster import Cluster
-from autopart.ir.device_kinds import DEVICE_KINDS
+from autopart.ir.cluster import DEVICE_KINDS, Cluster
 from autopart.ir.errors import AutopartError, CaptureError, InfeasibleError, PlanError, RefusedError, UsageError
 from autopart.ir.graph import Graph, LossReduction, Size
 from autopart.ir.plan import Alternative, Plan, Precision

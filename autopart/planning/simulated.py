@@ -6,8 +6,7 @@ from autopart.batch.batch import Batch
 from autopart.capture import CaptureCache, Captured
 from autopart.costs.optimizer_state import narrowest_bytes, state_factor
 from autopart.costs.sources import COST_SOURCES, costed
-from autopart.ir.cluster import Cluster
-from autopart.ir.device_kinds import DEVICE_KINDS
+from autopart.ir.cluster import DEVICE_KINDS, Cluster
 from autopart.ir.graph import Size
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program

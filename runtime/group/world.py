@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from autopart.ir.device_kinds import DEVICE_KINDS
+from autopart.ir.cluster import DEVICE_KINDS
 from autopart.ir.errors import AutopartError, ClusterError
 from autopart.launcher import launcher_variables, torchrun_line
 from autopart.runtime.activity import current, waiting

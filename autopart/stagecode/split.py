@@ -23,8 +23,8 @@ from autopart.passes.ops.casts import cast_parameter
 from autopart.planning.derive.reduction import Layouts
 from autopart.runtime.stages.products import are_faster
 from autopart.runtime.stages.stage_module import Cast, StageModule, awaited, of_whole_batch, weighed
-from autopart.stagecode.rewrites import accumulate_in_place, merge_ops
-from autopart.stagecode.stage_graph import Draws, Reads, draws_of, numbers_of, stage_graph
+from autopart.stagecode.rewrites import accumulate_in_place, draws_of, merge_ops
+from autopart.stagecode.stage_graph import Draws, Reads, numbers_of, stage_graph
 
 
 def stage_module(

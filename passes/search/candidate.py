@@ -15,7 +15,7 @@ from itertools import accumulate
 from math import log2
 from typing import NamedTuple
 
-from autopart.ir.device_kinds import DEVICE_KINDS
+from autopart.ir.cluster import DEVICE_KINDS
 from autopart.passes.program.orders import ONE, placed
 from autopart.passes.program.schedules import find
 from autopart.passes.search.layout import Layout

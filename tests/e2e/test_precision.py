@@ -125,7 +125,7 @@ def trained(name: str, precision: str, steps: int, options: dict[str, Any]) -> d
         for step in range(steps):
             batch = batches[step % 2]
             losses.append(pipe.step(batch).item())
-            micro_rows, each = pipe.session.road.shares
+            micro_rows, each = pipe.session.road.rows, pipe.session.road.executor.preparation.shares
             shares = {
                 division: [
                     (rows, share[0])
@@ -348,7 +348,7 @@ def test_an_overflow_on_one_stage_skips_the_step_on_all_ranks(pair):
     ("name", "precision", "steps", "counts"),
     [
         pytest.param("tied", "bf16", 4, (2, 1), marks=SLOW),
-        ("tied", "fp16", 4, (2, 1)),
+        pytest.param("tied", "fp16", 4, (2, 1), marks=SLOW),
         *(
             pytest.param(name, precision, 50, counts, marks=SLOW)
             for name, precision, counts in (("gpt2", "bf16", (2,)), ("bert", "fp16", (1, 2)), ("llama", "fp16", (2, 2)))

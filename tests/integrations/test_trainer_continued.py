@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.trainer_runs import Piped, left, made
 
 pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
 
-from support.trainer_runs import Watched, differs, interrupted, resumable
+from support.trainer_runs import Piped, Watched, differs, interrupted, left, made, resumable
 from support.workers import Workers
 
 from autopart.ir.errors import UsageError

@@ -16,7 +16,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
-from autopart.ir.device_kinds import DEVICE_KINDS
+from autopart.ir.cluster import DEVICE_KINDS
 from autopart.passes.graph.chain import BlockChain
 from autopart.passes.graph.coarsen import coarsen
 from autopart.passes.graph.cuts import forced_bounds, module_span

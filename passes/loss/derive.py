@@ -1,7 +1,7 @@
 """How the losses of micro-batches combine to the loss of the whole batch, derived from the graph; or a refusal.
 
 Every value gets a placement (`analysis`, `ops.placement`) from rules for single ops: from their letters in the table of
-ops (`ops.propagation`), or from a rule for what moves elements, for loss functions (`rules`) and for counts (`Masks`).
+ops (`ops.propagation`), or from a rule for what moves elements, for loss functions (`rules`) and for counts (`masks`).
 An op without a rule is reported, and may be tested on numbers (`planning.derive.probe`).
 
 Assumed: random ops draw per micro-batch, and batch norm in training takes statistics per micro-batch, in the reference

@@ -172,6 +172,12 @@ def parts(divided: Division, micro: int, rows: int) -> tuple[int, ...]:
     return tuple(window.own for window in divided.windows(micro, rows))
 
 
+@lru_cache(maxsize=64)
+def parts_of_all(divided: Division, micro_rows: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Return the number of rows that each replica has of each micro-batch; cached, since steps are mostly alike."""
+    return tuple(parts(divided, micro, rows) for micro, rows in enumerate(micro_rows))
+
+
 def common_period(a: Division, b: Division) -> int:
     """Return the number of micro-batches after which the messages between two stages repeat."""
     return lcm(a.period, b.period)

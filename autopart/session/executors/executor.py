@@ -14,7 +14,7 @@ from autopart.batch.batch import Batch
 from autopart.capture import Captured
 from autopart.ir.plan import Decision
 from autopart.ir.program import Program
-from autopart.ir.shares import parts
+from autopart.ir.shares import parts_of_all
 from autopart.ir.timeline import Span
 from autopart.passes.program.messages import check_messages
 from autopart.passes.program.stream import ring_programs, ring_ticks
@@ -158,9 +158,9 @@ class Executor:
         """Return the model's inputs by name, for this rank's rows of each micro-batch; empty if it has none."""
         first = self._stages[0]
         replica = first.ranks.index(self._rank)
-        every = [parts(first.division, micro, count) for micro, count in enumerate(rows)]
+        every = parts_of_all(first.division, tuple(rows))
         if sharded:  # the batch holds these rows alone
-            every, replica = [(own[replica],) for own in every], 0
+            every, replica = tuple((own[replica],) for own in every), 0
         sizes = [count for own in every for count in own]
         places = range(replica, len(sizes), len(every[0]))
         found = inputs_of(batch, self._graph.inputs, sizes, self._world.device, places)

@@ -15,7 +15,7 @@ from autopart.ir.errors import RefusedError
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision, Stage
 from autopart.ir.program import Program
-from autopart.ir.shares import parts
+from autopart.ir.shares import parts, parts_of_all
 from autopart.passes.program.routing import route, tied
 from autopart.passes.program.verify import check_program
 from autopart.runtime.group.world import World
@@ -68,7 +68,7 @@ def code_sizes(planned: Stage, rank: int, micro_rows: Sequence[int]) -> list[int
     """Return the numbers of rows for which a rank of this stage needs code, the largest first.  A rank without rows
     uses the largest of the others, since it holds the same tensors."""
     replica = planned.ranks.index(rank)
-    every = [parts(planned.division, micro, rows) for micro, rows in enumerate(micro_rows)]
+    every = parts_of_all(planned.division, tuple(micro_rows))
     return sorted({own[replica] for own in every} - {0} or {max(map(max, every))}, reverse=True)
 
 

@@ -57,11 +57,6 @@ def names() -> tuple[str, ...]:
 # ---- derived from an order -----------------------------------------------------------------------------------------
 
 
-def takes_slices(schedule: Schedule) -> bool:
-    """Return whether a schedule has an order over slices."""
-    return schedule.sliced
-
-
 def streams(schedule: Schedule) -> bool:
     """Return whether batches follow each other without a flush between them (`pipe.train`)."""
     return not schedule.synchronous and schedule in BUILT_IN
@@ -88,7 +83,7 @@ def worker_orders(schedule: Schedule, shape: Shape) -> Iterator[tuple[Turn, ...]
     anything that is not a compute of this pipeline, and for slices if the schedule has no order over them.
     O(stages * micros * slices) for all workers.
     """
-    if shape.slices > 1 and not takes_slices(schedule):
+    if shape.slices > 1 and not schedule.sliced:
         raise ProgramError(
             f"schedule {schedule.name} has no order over slices of sequences",
             fix=f"use one of {', '.join(FAMILY)}, or token_slices=None",

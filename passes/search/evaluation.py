@@ -12,8 +12,7 @@ from itertools import pairwise
 
 from autopart.ir.decision import Decision, Stage
 from autopart.ir.plan import Estimate
-from autopart.passes.program.learning import with_forward_only
-from autopart.passes.program.routing import edges, tied
+from autopart.passes.program.routing import edges, tied, with_forward_only
 from autopart.passes.search.candidate import Candidate, Proposal
 from autopart.passes.search.layout import in_proportion
 from autopart.passes.search.memory.jointly import Fitted, fitted_jointly

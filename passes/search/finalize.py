@@ -21,10 +21,9 @@ from autopart.ir.program import Program
 from autopart.ir.timeline import spans_text
 from autopart.passes.ordering.bound import bound_ns
 from autopart.passes.ordering.pipeline import Pipeline
-from autopart.passes.program.learning import with_forward_only
 from autopart.passes.program.messages import prove_messages
 from autopart.passes.program.orders import Shape
-from autopart.passes.program.routing import edges, route
+from autopart.passes.program.routing import edges, route, with_forward_only
 from autopart.passes.program.schedules import find, streams
 from autopart.passes.program.stream import streaming_of
 from autopart.passes.program.verify import check_program

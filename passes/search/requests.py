@@ -7,7 +7,7 @@ from autopart.ir.cluster import check as check_cluster
 from autopart.ir.errors import UsageError
 from autopart.passes.program.named import FAMILY, SEARCHED
 from autopart.passes.program.orders import ONE
-from autopart.passes.program.schedules import find, takes_slices
+from autopart.passes.program.schedules import find
 from autopart.passes.search.space import ORDERS, PlanRequest, is_other
 from autopart.passes.search.variants.orders import ways
 
@@ -126,7 +126,7 @@ def _check_fixed(request: PlanRequest, cluster: Cluster) -> None:
             fix="use zero=0 or another schedule",
         )
     names = (request.schedule,) if is_other(request.schedule) else request.schedules
-    if request.fixed_slices and not any(takes_slices(find(name)) and name != SEARCHED for name in names):
+    if request.fixed_slices and not any(find(name).sliced and name != SEARCHED for name in names):
         raise UsageError(
             f"schedule {request.schedule!r} has no order over slices of sequences",
             fix=f"use one of {', '.join(FAMILY)}, or token_slices=None",

@@ -11,8 +11,8 @@ from autopart.capture.recent import Recent
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision
 from autopart.ir.size import Size
-from autopart.passes.program.learning import with_forward_only
 from autopart.passes.program.projection import check_gradients_stay, project_plan
+from autopart.passes.program.routing import with_forward_only
 from autopart.planning.derive.reduction import WHOLE, BatchRule
 from autopart.runtime.activity import patient
 from autopart.session.executors.context import RankContext

@@ -22,7 +22,7 @@ from autopart.passes.graph.coarsen import coarsen
 from autopart.passes.graph.cuts import forced_bounds, module_span
 from autopart.passes.program.named import SEARCHED
 from autopart.passes.program.orders import LOOP, ONE, V, placed
-from autopart.passes.program.schedules import find, takes_slices
+from autopart.passes.program.schedules import find
 from autopart.passes.search.candidate import Candidate
 from autopart.passes.search.evaluation import Evaluation, Search
 from autopart.passes.search.refinement import actions_of
@@ -169,7 +169,7 @@ def _under(way: Way, found: Evaluation, fine: SearchSpace) -> Iterator[Candidate
     stages a rank once for each kind of cuts."""
     plan = found.candidate
     slices = plan.token_slices or fine.request.fixed_slices
-    if slices and (way.schedule == SEARCHED or not takes_slices(find(way.schedule))):
+    if slices and (way.schedule == SEARCHED or not find(way.schedule).sliced):
         return
     plan = _placed(way, found)
     if way.per_rank == 1:

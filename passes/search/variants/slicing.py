@@ -17,7 +17,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from autopart.passes.program.schedules import find, takes_slices
+from autopart.passes.program.schedules import find
 from autopart.passes.search.candidate import Candidate
 from autopart.passes.search.evaluation import Evaluation, Search, evaluate
 from autopart.passes.search.refinement import actions_of
@@ -97,7 +97,7 @@ def _sliced(whole: Evaluation) -> Iterator[Candidate]:
     found += [even_lengths(tokens, count) for count in EVEN_COUNTS if count <= tokens // step]
     for lengths in dict.fromkeys(lengths for lengths in found if len(lengths) > 1):
         for schedule in request.schedules:
-            if takes_slices(find(schedule)):
+            if find(schedule).sliced:
                 yield replace(whole.candidate, token_slices=lengths, schedule=schedule)
 
 

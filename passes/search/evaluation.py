@@ -12,14 +12,13 @@ from itertools import pairwise
 
 from autopart.ir.decision import Decision, Stage
 from autopart.ir.plan import Estimate
+from autopart.passes.program.orders import Shape
 from autopart.passes.program.routing import edges, tied, with_forward_only
 from autopart.passes.search.candidate import Candidate, Proposal
 from autopart.passes.search.layout import in_proportion
-from autopart.passes.search.memory.jointly import Fitted, fitted_jointly
-from autopart.passes.search.memory.recomputation import recomputed_stage
+from autopart.passes.search.recomputation import Fitted, fitted_jointly, recomputed_stage
 from autopart.passes.search.space import SearchSpace, Watch
 from autopart.passes.simulation.estimate import excess_of, simulated_ns, stage_estimates
-from autopart.passes.simulation.rank_memory import stages_together
 from autopart.passes.simulation.stage_costs import stage_contexts
 
 
@@ -145,7 +144,7 @@ def _fit(space: SearchSpace, decision: Decision, spare_bytes: Sequence[int]) -> 
     if max(found.excess) > 0 and request.may_shard and replicated and not decision.zero:
         found = measured(replace(found.decision, zero=1))
     if max(found.excess) > 0 and request.may_recompute and not everything:  # before the simulation, whose times differ
-        if len(stages_together(decision)) == len(decision.stages):
+        if not Shape.of(decision).homes:
             over = [s for s in every_stage if found.excess[s] > 0]
             return measured(recomputing(found.decision, over, spare_bytes))
         return fitted_jointly(space, found, measured, spare_bytes)

@@ -31,7 +31,6 @@ from autopart.passes.search.diagnostics import alternatives, mib
 from autopart.passes.search.evaluation import Evaluation, evaluate
 from autopart.passes.search.space import PlanRequest, SearchSpace
 from autopart.passes.simulation.estimate import estimate, excess_of, stage_estimates, timeline_of, work_of
-from autopart.passes.simulation.rank_memory import stages_together
 from autopart.passes.simulation.stage_costs import Estimator
 
 LIGHT = 0.02
@@ -137,7 +136,7 @@ def _explained(
     fastest = min(proven, key=lambda each: (each.step_ns, each.preference))
     own, its = (replace(each.evaluation, step_ns=each.step_ns) for each in (taken, fastest))
     notes = notes_of(taken.decision, space.chain.n, space.request, graph)
-    if len(stages_together(taken.decision)) < len(taken.decision.stages):
+    if Shape.of(taken.decision).homes:
         notes = (*notes, _ranks_note(taken, estimator))
     if taken.decision.order:
         notes = (*notes, _order_note(taken, estimator))
@@ -160,7 +159,7 @@ def _ranks_note(taken: Finalized, estimator: Estimator) -> str:
     excess = excess_of(decision, taken.program.edges, estimator)
     worst = max(range(len(excess)), key=excess.__getitem__)
     ranks = decision.stages[worst].ranks
-    together = next(stages for stages in stages_together(decision) if worst in stages)
+    together = next(stages for stages in Shape.of(decision).workers if worst in stages)
     peak = mib(excess[worst] + estimator.cluster.least_memory_bytes(ranks))
     numbers = ", ".join(map(str, together))
     return f"{len(together)} stages a rank; rank {ranks[0]} is the fullest: {peak} at once for stages {numbers}"

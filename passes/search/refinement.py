@@ -21,7 +21,7 @@ from typing import NamedTuple
 from autopart.ir.size import Size
 from autopart.passes.search.candidate import Candidate
 from autopart.passes.search.evaluation import Evaluation, Search, fitted
-from autopart.passes.search.memory.jointly import Fitted
+from autopart.passes.search.recomputation import Fitted
 from autopart.passes.search.space import SearchSpace
 from autopart.passes.simulation.estimate import played
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autopart.ir.actions import BACKWARD, FORWARD
-from autopart.ir.plan import Decision, Estimate, Outlook, Stage
+from autopart.ir.plan import Decision, Estimate, Outlook
 from autopart.ir.program import Edge, Program
 from autopart.ir.size import Size
 from autopart.ir.timeline import Timeline
@@ -15,8 +14,8 @@ from autopart.passes.program.routing import Tied
 from autopart.passes.program.schedules import find, pattern, streams
 from autopart.passes.program.stream import streaming_of
 from autopart.passes.simulation.charges import summing_ns
-from autopart.passes.simulation.rank_memory import rank_peaks, stages_together
-from autopart.passes.simulation.simulate import Message, SliceWork, Work, ordered_ns, simulate, step_ns
+from autopart.passes.simulation.held import rank_peaks
+from autopart.passes.simulation.simulate import SliceWork, Work, ordered_ns, simulate, step_ns
 from autopart.passes.simulation.slices import contexts_of, share_of
 from autopart.passes.simulation.stage_costs import Estimator, counts_for, excess_bytes, message_bytes, stage_contexts
 
@@ -114,7 +113,7 @@ def excess_of(
     contexts = stage_contexts(decision, links, estimator)
     spare = spare_bytes or (0,) * len(contexts)
     found = [excess_bytes(context, estimator, free) for context, free in zip(contexts, spare, strict=True)]
-    counts = counts_for(decision) if len(stages_together(decision)) < len(contexts) else None
+    counts = counts_for(decision) if Shape.of(decision).homes else None
     if counts is not None:
         estimates = [estimator.stage(context) for context in contexts]
         for stages, peak_bytes in rank_peaks(decision, contexts, estimates, counts).items():
@@ -139,7 +138,7 @@ def work_of(
     return Work(
         fwd_ns=tuple(e.fwd_ns for e in estimates),
         bwd_ns=tuple(e.bwd_ns for e in estimates),
-        held_bytes=tuple(_held(stage, e.activation_bytes) for stage, e in zip(stages, estimates, strict=True)),
+        held_bytes=tuple(0 if s.forward_only else e.activation_bytes for s, e in zip(stages, estimates, strict=True)),
         messages={
             (src, dst, way): (size, loads.between(stages[src], stages[dst]))
             for (src, dst, way), size in message_bytes(links, index.values).items()
@@ -164,11 +163,6 @@ def work_of(
     )
 
 
-def _held(stage: Stage, activation_bytes: int) -> int:
-    """Return what a stage holds of a micro-batch until its backward: nothing if it has none."""
-    return 0 if stage.forward_only else activation_bytes
-
-
 def _slice_works(
     decision: Decision, estimates: Estimates, links: tuple[Edge, ...], estimator: Estimator
 ) -> tuple[SliceWork, ...]:
@@ -186,10 +180,10 @@ def _slice_works(
             tuple(own[j] for own in times[False]),
             tuple(own[j] for own in times[True]),
             tuple(
-                _held(stage, share_of(known.activation_bytes, length, tokens))
+                0 if stage.forward_only else share_of(known.activation_bytes, length, tokens)
                 for stage, known in zip(decision.stages, estimates, strict=True)
             ),
-            _slice_sizes(links, index.values, j, length, tokens),
+            message_bytes(links, index.values, j, length, tokens),
             tuple(
                 min(own[j], share_of(known.weight_ns, length, tokens))
                 for own, known in zip(times[True], estimates, strict=True)
@@ -198,16 +192,3 @@ def _slice_works(
         )
         for j, length in enumerate(lengths)
     )
-
-
-def _slice_sizes(
-    links: tuple[Edge, ...], sizes: dict[str, int], j: int, length: int, tokens: int
-) -> dict[Message, int]:
-    """Return the bytes of the messages of slice j.  sizes: of values for whole sequences."""
-
-    def of(edge: Edge, way: str) -> int:
-        whole = set(edge.whole)
-        return sum([sizes[v] if v in whole else share_of(sizes[v], length, tokens) for v in edge.names(way, j)])
-
-    found = {(e.src, e.dst, FORWARD): of(e, FORWARD) for e in links}
-    return found | {(e.dst, e.src, BACKWARD): of(e, BACKWARD) for e in links if e.grads}

@@ -186,13 +186,10 @@ def _most_held(actions: Sequence[Action], work: Work) -> int:
         if kind.role == COMPUTE:
             part = work.slices[action.slot.slice] if work.slices else work
             begun, waiting = HOLDING[action.kind]
-            held += begun * part.held_bytes[action.stage] + waiting * _of(part.weight_bytes, action.stage)
+            kept = part.weight_bytes[action.stage] if part.weight_bytes else 0
+            held += begun * part.held_bytes[action.stage] + waiting * kept
             most = max(most, held)
     return most
-
-
-def _of(amounts: Sequence[int], stage: int) -> int:
-    return amounts[stage] if amounts else 0
 
 
 def _compute_ns(work: Work | SliceWork, host_ns: int) -> dict[str, Sequence[int]]:

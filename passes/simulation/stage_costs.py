@@ -17,7 +17,7 @@ from autopart.passes.program.schedules import find, in_flight, most_tokens, stre
 from autopart.passes.program.stream import streaming_of
 from autopart.passes.simulation.charges import FIELDS, GraphIndex, Share, StageContext, charged
 from autopart.passes.simulation.held import Counts, counts_of, of_stage
-from autopart.passes.simulation.slices import SliceShares
+from autopart.passes.simulation.slices import SliceShares, share_of
 from autopart.passes.simulation.traffic import Loads
 
 
@@ -83,10 +83,20 @@ def device_types(cluster: Cluster) -> tuple[Device, ...]:
     return tuple(dict.fromkeys(cluster.devices))
 
 
-def message_bytes(links: tuple[Edge, ...], sizes: dict[str, int]) -> dict[tuple[int, int, str], int]:
-    """Return the bytes of a message by source stage, destination stage and way.  sizes: of values, in bytes."""
-    found = {(e.src, e.dst, FORWARD): sum([sizes[v] for v in e.values]) for e in links}
-    return found | {(e.dst, e.src, BACKWARD): sum([sizes[v] for v in e.grads]) for e in links if e.grads}
+def message_bytes(
+    links: tuple[Edge, ...], sizes: dict[str, int], number: int = 0, length: int = 1, tokens: int = 1
+) -> dict[tuple[int, int, str], int]:
+    """Return the bytes of a message by source stage, destination stage and way.
+
+    sizes: of values, in bytes.  number, length, tokens: of a slice its number and its tokens, and those of a sequence.
+    """
+
+    def size(edge: Edge, way: str) -> int:
+        names = edge.names(way, number)
+        return sum([sizes[v] if v in edge.whole else share_of(sizes[v], length, tokens) for v in names])
+
+    found = {(e.src, e.dst, FORWARD): size(e, FORWARD) for e in links}
+    return found | {(e.dst, e.src, BACKWARD): size(e, BACKWARD) for e in links if e.grads}
 
 
 def stage_contexts(decision: Decision, links: tuple[Edge, ...], estimator: Estimator) -> list[StageContext]:

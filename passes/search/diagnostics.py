@@ -10,8 +10,7 @@ from autopart.ir.errors import InfeasibleError
 from autopart.ir.explain import listed_runs
 from autopart.ir.graph import Graph, Op
 from autopart.ir.outlook import Alternative
-from autopart.passes.search.candidate import Candidate
-from autopart.passes.search.evaluation import Evaluation, evaluate
+from autopart.passes.search.evaluation import Candidate, Evaluation, evaluate
 from autopart.passes.search.layout import Layout
 from autopart.passes.search.space import PlanRequest, SearchSpace
 from autopart.passes.search.variants.slicing import slices_of, whole_of

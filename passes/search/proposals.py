@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from autopart.passes.search.candidate import Candidate, Proposal
-from autopart.passes.search.evaluation import Search
+from autopart.passes.search.evaluation import Candidate, Proposal, Search
 from autopart.passes.search.layout import SMALL, Layout, layouts
 from autopart.passes.search.partition import INFEASIBLE, Partition, solve_partition
 from autopart.passes.search.space import SearchSpace, fastest_sums, gradient_edges, is_chain

@@ -19,8 +19,7 @@ from itertools import chain, pairwise, permutations, product
 from typing import NamedTuple
 
 from autopart.ir.size import Size
-from autopart.passes.search.candidate import Candidate
-from autopart.passes.search.evaluation import Evaluation, Search, fitted
+from autopart.passes.search.evaluation import Candidate, Evaluation, Search, fitted
 from autopart.passes.search.recomputation import Fitted
 from autopart.passes.search.space import SearchSpace
 from autopart.passes.simulation.estimate import played

@@ -44,16 +44,11 @@ def check_request(request: PlanRequest, cluster: Cluster) -> None:
     _check_order(request)
     per_rank = request.stages_per_rank if isinstance(request.stages_per_rank, int) else 1
     count = -(-(request.stages or 1) // per_rank)
-    if count > cluster.world and per_rank > 1:
-        raise UsageError(
-            f"{request.stages} stages, {per_rank} on each rank, need {count} devices, but the cluster has "
-            f"{cluster.world}",
-            fix=f"use at most {cluster.world * per_rank} stages or name a larger cluster",
-        )
     if count > cluster.world:
+        each = f", {per_rank} on each rank," if per_rank > 1 else ""
         raise UsageError(
-            f"{count} stages need {count} devices, but the cluster has {cluster.world}",
-            fix=f"use at most {cluster.world} stages or name a larger cluster",
+            f"{request.stages} stages{each} need {count} devices, but the cluster has {cluster.world}",
+            fix=f"use at most {cluster.world * per_rank} stages or name a larger cluster",
         )
     _check_fixed(request, cluster)
 

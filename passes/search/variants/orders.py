@@ -25,9 +25,6 @@ from autopart.ir.decision import Decision
 from autopart.ir.device_kinds import DEVICE_KINDS
 from autopart.ir.plan import Estimate
 from autopart.ir.program import Edge
-from autopart.passes.graph.chain import BlockChain
-from autopart.passes.graph.coarsen import coarsen
-from autopart.passes.graph.cuts import forced_bounds, module_span
 from autopart.passes.ordering.bound import bound_ns
 from autopart.passes.ordering.lists import RULES, listed
 from autopart.passes.ordering.pipeline import Pipeline
@@ -37,12 +34,11 @@ from autopart.passes.program.named import SEARCHED
 from autopart.passes.program.orders import LOOP, ONE, Shape, V, placed
 from autopart.passes.program.routing import Tied, edges, tied
 from autopart.passes.program.schedules import find
-from autopart.passes.search.candidate import Candidate
-from autopart.passes.search.evaluation import Evaluation, Search, staged
+from autopart.passes.search.evaluation import Candidate, Evaluation, Search, staged
 from autopart.passes.search.recomputation import Choice, recomputed_jointly
 from autopart.passes.search.refinement import actions_of
 from autopart.passes.search.search import with_even_cuts
-from autopart.passes.search.space import ORDERS, PER_RANK, PlanRequest, SearchSpace, is_other
+from autopart.passes.search.space import ORDERS, PER_RANK, PlanRequest, SearchSpace, blocks_of, is_other
 from autopart.passes.search.variants.even_cuts import even_bounds, levelled, shortest_bounds
 from autopart.passes.simulation.estimate import work_of
 from autopart.passes.simulation.held import own_bytes
@@ -88,15 +84,10 @@ def ways(request: PlanRequest) -> list[Way]:
     numbers, found = request.numbers_per_rank, []
     for name in names:
         for placement in (ONE, V, LOOP) if name == SEARCHED else (find(name).placement,):
-            found += [Way(name, number, placement) for number in numbers if _supports(name, number, placement)]
+            for number in numbers:
+                if number == 2 if name == "zb-v" else (number == 1) == (placement == ONE):
+                    found.append(Way(name, number, placement))
     return found
-
-
-def _supports(name: str, per_rank: int, placement: str) -> bool:
-    """Return whether a schedule has an order for this number of stages a rank."""
-    if name == "zb-v":
-        return per_rank == 2
-    return (per_rank == 1) == (placement == ONE)
 
 
 def _trials(search: Search) -> Iterator[tuple[Way, Evaluation, SearchSpace]]:
@@ -130,7 +121,7 @@ def evaluate_named(search: Search, effort: int) -> None:
             continue
         for candidate in _under(way, found, fine):
             effort -= actions
-            search.evaluate(_space_of(candidate, found, fine), candidate)
+            search.evaluate(fine if candidate.per_rank > 1 else found.space, candidate)
         search.tell("other orders")
 
 
@@ -151,7 +142,7 @@ def evaluate_searched(search: Search, effort: int) -> None:
             continue
         for candidate in _under(way, found, fine):
             effort, tried = effort - computes, True
-            space = _space_of(candidate, found, fine)
+            space = fine if candidate.per_rank > 1 else found.space
             known = listed_ways(space, candidate, found.decision.zero, _to_beat(search, fine, candidate))
             ways_found += [(space, candidate, each) for each in known]
         search.tell("listed orders")
@@ -182,11 +173,6 @@ def _promising(allowed: list[Way], found: Evaluation, search: Search, fine: Sear
         )
         if least < _to_beat(search, fine, _placed(way, found)):
             yield way
-
-
-def _space_of(candidate: Candidate, found: Evaluation, fine: SearchSpace) -> SearchSpace:
-    """Return the space whose blocks a candidate cuts."""
-    return fine if candidate.per_rank > 1 else found.space
 
 
 def _under(way: Way, found: Evaluation, fine: SearchSpace) -> Iterator[Candidate]:
@@ -220,12 +206,7 @@ def _finer(space: SearchSpace, blocks: int) -> SearchSpace:
         return space
     if blocks in space.finer:
         return space.finer[blocks]
-    request, fine = space.request, space.fine
-    ends = {place for group in request.keep_together() for place in module_span(fine, group)} - {len(fine.ops)}
-    many = coarsen(fine, blocks=blocks, cuts=request.cuts, also=tuple(sorted(ends)))
-    chain = BlockChain(many, space.chain.captured, space.chain.cost_model)
-    forced = forced_bounds(many, fine, request.cuts)
-    space.finer[blocks] = replace(space, chain=chain, costs=space.costs.over(chain), forced=forced)
+    space.finer[blocks] = space.over(blocks_of(space.fine, space.request, blocks))
     return space.finer[blocks]
 
 
@@ -258,16 +239,9 @@ def listed_ways(space: SearchSpace, plan: Candidate, zero: int, below_ns: float 
 
     zero: whether replicas share the optimizer state.  below_ns: ways of which no order takes less are left out.
     """
-    decision = staged(space, plan, zero)
+    decision, ways_found = staged(space, plan, zero), list[Ordered]()
     links = edges(decision, space.chain.blocks)
     shared = tied(decision, space.chain.blocks) if space.may_be_tied else ()
-    return sorted(_ways_of(space, decision, links, shared, below_ns), key=lambda way: way.step_ns)
-
-
-def _ways_of(
-    space: SearchSpace, decision: Decision, links: tuple[Edge, ...], shared: Tied, below_ns: float
-) -> Iterator[Ordered]:
-    """Yield the ways to run a decision for which an order was found, and some order may take less than `below_ns`."""
     shape = replace(Shape.of(decision), order=())
     positions, micros = len(shape.workers), shape.micros
     short = min(micros, FILLED * positions)
@@ -293,7 +267,8 @@ def _ways_of(
             played = replay(pipeline, orders) if orders is not None else None
             if played is not None:
                 step_ns = played.step_ns + (micros - short) * busiest
-                yield Ordered(step_ns, recomputed, links, shared, own, rooms)
+                ways_found.append(Ordered(step_ns, recomputed, links, shared, own, rooms))
+    return sorted(ways_found, key=lambda way: way.step_ns)
 
 
 def _fitted(

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from autopart.passes.ordering.pipeline import Pipeline
-from autopart.passes.ordering.replay import sources
+from autopart.passes.ordering.pipeline import Pipeline, sources
 
 
 def bound_ns(pipeline: Pipeline) -> int:

@@ -1,4 +1,4 @@
-"""What an order of computes depends on: times and memory of stages, transfers between them, and where they run."""
+"""What an order of computes depends on (times and memory of stages, transfers, placement), and the step of orders."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from autopart.ir.actions import BACKWARD, FORWARD
 from autopart.ir.errors import ProgramError
 from autopart.ir.program import Edge
 from autopart.passes.program.linearize import receivers
-from autopart.passes.program.orders import Shape
+from autopart.passes.program.orders import Shape, Turn
 from autopart.passes.simulation.simulate import Work
 
 Way = tuple[tuple[int, int], ...]
 """For a message of a stage, each receiver and the nanoseconds until it is there."""
+Orders = list[list[Turn]]
+"""The computes of each worker, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +57,11 @@ class Pipeline:
         to = receivers(links)
 
         def way(which: str, stage: int) -> Way:
-            peers = to.get((which, stage), ())
-            return tuple([(peer, _transfer_ns(work, (stage, peer, which))) for peer in peers])
+            found = []
+            for peer in to.get((which, stage), ()):
+                size, loads = work.messages.get((stage, peer, which), (0, ()))
+                found.append((peer, max([load.alone_ns(size) for load in loads], default=0)))
+            return tuple(found)
 
         homes = shape.homes or tuple(stages)
         most = [shape.micros * sum([work.held_bytes[s] for s in own]) for own in shape.workers]
@@ -92,9 +97,100 @@ class Pipeline:
         return self.micros * sum([3 if weight else 2 for weight in self.weight_ns])
 
 
-def _transfer_ns(work: Work, message: tuple[int, int, str]) -> int:
-    """Return how long a message takes when nothing else is sent."""
-    if message not in work.messages:
-        return 0
-    size, loads = work.messages[message]
-    return max([load.alone_ns(size) for load in loads], default=0)
+# ---- orders, played in time ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """The step of given orders: ends_ns, when each compute ends, as the orders have them."""
+
+    ends_ns: list[list[int]]
+
+    @property
+    def step_ns(self) -> int:
+        """Nanoseconds until the last compute ends."""
+        return max([ends[-1] for ends in self.ends_ns if ends], default=0)
+
+
+def replay(pipeline: Pipeline, orders: Sequence[Sequence[Turn]]) -> Replay | None:
+    """Play orders, each compute as early as it can be; None if they can never end.  O(computes)."""
+    stages, micros = range(pipeline.stages), pipeline.micros
+    over = {kind: [[-1] * micros for _ in stages] for kind in "FI"}  # when each is over, before it is sent
+    needs = {"F": sources(pipeline.sends), "I": sources(pipeline.returns)}
+    taken = durations(pipeline)
+    waiting: dict[tuple[str, int, int], list[int]] = {}
+    ends: list[list[int]] = [[] for _ in orders]
+    going = list(range(len(orders)))
+    while going:
+        worker = going.pop()
+        order, own = orders[worker], ends[worker]
+        clock = own[-1] if own else 0
+        for kind, stage, unit in order[len(own) :]:
+            way = "I" if kind == "B" else kind
+            missing = None
+            for source, after in needs[way][stage] if way != "W" else ():
+                sent = over[way][source][unit]
+                if sent < 0:
+                    missing = (way, source, unit)
+                    break
+                if sent + after > clock:
+                    clock = sent + after
+            if missing is not None:
+                waiting.setdefault(missing, []).append(worker)
+                break
+            clock += taken[kind][stage]
+            own.append(clock)
+            if way != "W":
+                over[way][stage][unit] = clock
+                going += waiting.pop((way, stage, unit), ())
+    return Replay(ends) if all(len(own) == len(order) for own, order in zip(ends, orders, strict=True)) else None
+
+
+def sources(ways: Sequence[Way]) -> list[list[tuple[int, int]]]:
+    """Return for each stage the stages that it receives from, and the nanoseconds that takes."""
+    found: list[list[tuple[int, int]]] = [[] for _ in ways]
+    for source, way in enumerate(ways):
+        for stage, after in way:
+            found[stage].append((source, after))
+    return found
+
+
+def durations(pipeline: Pipeline) -> dict[str, list[int]]:
+    """Return by kind of compute its nanoseconds on each stage."""
+    parts = zip(pipeline.input_ns, pipeline.weight_ns, strict=True)
+    return {
+        "F": list(pipeline.fwd_ns),
+        "B": [own + weight for own, weight in parts],
+        "I": list(pipeline.input_ns),
+        "W": list(pipeline.weight_ns),
+    }
+
+
+def changes(pipeline: Pipeline) -> dict[str, list[int]]:
+    """Return by kind of compute the bytes by which it changes what its worker holds."""
+    pairs = list(zip(pipeline.held_bytes, pipeline.kept_bytes, strict=True))
+    return {
+        "F": [held for held, _ in pairs],
+        "B": [-held for held, _ in pairs],
+        "I": [kept - held for held, kept in pairs],
+        "W": [-kept for _, kept in pairs],
+    }
+
+
+def peak_bytes(pipeline: Pipeline, orders: Sequence[Sequence[Turn]]) -> list[int]:
+    """Return the most bytes that each worker holds.  O(computes)."""
+    change, peaks = changes(pipeline), []
+    for order in orders:
+        held = most = 0
+        for kind, stage, _ in order:
+            held += change[kind][stage]
+            if held > most:
+                most = held
+        peaks.append(most)
+    return peaks
+
+
+def fits(pipeline: Pipeline, orders: Sequence[Sequence[Turn]]) -> bool:
+    """Return whether no worker holds more than it may.  O(computes)."""
+    peaks = peak_bytes(pipeline, orders)
+    return all(peak <= room for peak, room in zip(peaks, pipeline.room_bytes, strict=True))

@@ -13,7 +13,7 @@ problem, Management Science 1996); backwards of weights may leave a block to fil
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -21,8 +21,7 @@ from autopart.ir.errors import ProgramError
 from autopart.ir.program import Edge
 from autopart.passes.ordering.bound import bound_ns
 from autopart.passes.ordering.lists import RULES, listed
-from autopart.passes.ordering.pipeline import Pipeline
-from autopart.passes.ordering.replay import Orders, Replay, durations, fits, peak_bytes, replay, sources
+from autopart.passes.ordering.pipeline import Orders, Pipeline, Replay, durations, fits, peak_bytes, replay, sources
 from autopart.passes.program.named import BUILT_IN, SEARCHED
 from autopart.passes.program.orders import Shape, Turn, texts_of
 from autopart.passes.program.routing import Tied
@@ -83,7 +82,11 @@ def search_order(
 
     named = [(name, orders) for name, orders in _named(shape) if fits(pipeline, orders)]
     timed = [(simulated(orders), name, orders) for name, orders in named]
-    seeds = _shortest(pipeline, [*_listed(pipeline, shape.forward_only), *[orders for _, orders in named]])
+    rules = RULES[: max(2, LIST_EFFORT // max(1, pipeline.computes))]
+    made = [orders for orders in (listed(pipeline, rule) for rule in rules) if orders is not None]
+    # A backward that takes no time delays nothing in them.
+    known = [[list(without_backward(tuple(order), shape.forward_only)) for order in orders] for orders in made]
+    seeds = _shortest(pipeline, [*known, *[orders for _, orders in named]])
     if not seeds:
         raise _nothing_fits(pipeline)
     known = [orders for _, orders in named]
@@ -103,15 +106,6 @@ def _named(shape: Shape) -> Iterator[tuple[str, Orders]]:
                 yield schedule.name, list(map(list, worker_orders(find(schedule.name), shape)))
             except ProgramError:
                 continue
-
-
-def _listed(pipeline: Pipeline, forward_only: Collection[int]) -> Iterator[Orders]:
-    """Yield the orders of as many rules as the effort allows; a backward that takes no time delays nothing there."""
-    count = max(2, LIST_EFFORT // max(1, pipeline.computes))
-    for rule in RULES[:count]:
-        orders = listed(pipeline, rule)
-        if orders is not None:
-            yield [list(without_backward(tuple(order), forward_only)) for order in orders]
 
 
 def _whole(pipeline: Pipeline, orders: Orders) -> Orders:

@@ -191,9 +191,12 @@ class _Merge:
             if worker in seen:
                 chain.append(f"worker {worker} runs it later")
         waits = f"{self._text(self._front(first))} waits for ever for {self._text(blocked[first])}"
+        at, turns = self._at[first], self._orders[first]
+        near = range(max(0, at - 5), min(len(turns), at + 6))
+        around = " ".join(f"[{self._text(turns[i])}]" if i == at else self._text(turns[i]) for i in near)
         raise ProgramError(
             f"schedule {schedule} can never end: {waits}",
-            where=f"worker {first}: {self._around(first)}",
+            where=f"worker {first}: {around}",
             why="; ".join(chain),
             fix="order the computes so that each comes after what it needs",
         )
@@ -204,11 +207,6 @@ class _Merge:
     def _text(self, turn: Turn) -> str:
         kind, stage, unit = turn
         return str(Action(kind, Slot(stage, *divmod(unit, self._slices))))
-
-    def _around(self, worker: int) -> str:
-        at, turns = self._at[worker], self._orders[worker]
-        near = range(max(0, at - 5), min(len(turns), at + 6))
-        return " ".join(f"[{self._text(turns[i])}]" if i == at else self._text(turns[i]) for i in near)
 
 
 def _handed_on(turn: Turn) -> Turn:

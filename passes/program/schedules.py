@@ -153,19 +153,15 @@ def in_flight(schedule: Schedule, stage: int, shape: Shape) -> int:
     if stage in shape.forward_only:
         return 1
     held = most_held(schedule, stage, shape) if schedule.turns is not None else None
-    return held if held is not None else most_tokens(schedule, stage, shape, (1,) * shape.slices)
-
-
-def most_tokens(schedule: Schedule, stage: int, shape: Shape, lengths: tuple[int, ...]) -> int:
-    """Return the most tokens whose activations a rank of a stage holds.  lengths: of the slices.
-
-    O(stages * micros * slices).
-    """
-    return _tokens_of_stages(schedule, shape, lengths)[stage]
+    return held if held is not None else most_tokens(schedule, shape, (1,) * shape.slices)[stage]
 
 
 @lru_cache(maxsize=64)
-def _tokens_of_stages(schedule: Schedule, shape: Shape, lengths: tuple[int, ...]) -> tuple[int, ...]:
+def most_tokens(schedule: Schedule, shape: Shape, lengths: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the most tokens whose activations a rank of each stage holds.  lengths: of the slices.
+
+    O(stages * micros * slices).
+    """
     most = [0] * shape.stages
     for order in pattern(schedule, shape).workers:
         held = dict.fromkeys({stage for _, stage, _ in order}, 0)

@@ -237,26 +237,22 @@ def with_equal_stages(candidate: Candidate, space: SearchSpace, most_ns: int) ->
 
 def enumerate_all(space: SearchSpace) -> list[Candidate] | None:
     """Return every candidate that the request allows, each plan once; None if evaluating all would take long."""
-    all_layouts = list(layouts(space.costs.cluster, replicas=space.request.may_replicate, wanted=space.request.copies))
-    if _about_actions(space) * len(all_layouts) > MOST_ACTIONS * 10:
+    n, request, world = space.chain.n, space.request, space.costs.cluster.world
+    all_layouts = list(layouts(space.costs.cluster, replicas=request.may_replicate, wanted=request.copies))
+    deepest = min(n, world, request.stages or n)
+    partitions = sum(comb(n - 1, s - 1) * comb(world, s) for s in range(request.stages or 1, deepest + 1))
+    micros = sum(len(rows) for rows in request.micro_rows)
+    about = partitions * micros * len(request.schedules) * ACTIONS_PER_STAGE * len(all_layouts)
+    if about > MOST_ACTIONS * 10:
         return None
     found: dict[tuple[object, ...], Candidate] = {}
     actions = 0
     for candidate in _candidates(space, all_layouts):
         if found.setdefault(candidate.key, candidate) is candidate:
             actions += ACTIONS_PER_STAGE * candidate.stages * len(candidate.micro_rows)
-            if actions > MOST_ACTIONS or space.chain.n * len(found) > MOST_BLOCKS:
+            if actions > MOST_ACTIONS or n * len(found) > MOST_BLOCKS:
                 return None
     return list(found.values())
-
-
-def _about_actions(space: SearchSpace) -> int:
-    """Return about the actions of all candidates of one layout, without making any."""
-    n, request, world = space.chain.n, space.request, space.costs.cluster.world
-    deepest = min(n, world, request.stages or n)
-    partitions = sum(comb(n - 1, s - 1) * comb(world, s) for s in range(request.stages or 1, deepest + 1))
-    micros = sum(len(rows) for rows in request.micro_rows)
-    return partitions * micros * len(request.schedules) * ACTIONS_PER_STAGE
 
 
 def _candidates(space: SearchSpace, all_layouts: list[Layout]) -> Iterator[Candidate]:

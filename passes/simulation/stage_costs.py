@@ -121,7 +121,7 @@ def stage_contexts(decision: Decision, links: tuple[Edge, ...], estimator: Estim
     for s, stage in enumerate(decision.stages):
         live, held = in_flight(schedule, s, replace(shape, slices=1)), None
         if lengths:
-            held = most_tokens(schedule, s, shape, lengths), sum(lengths)
+            held = most_tokens(schedule, shape, lengths)[s], sum(lengths)
             live = -(-held[0] // held[1])
         own = of_stage(counts, s) if counts is not None else ()
         if own and not lengths:

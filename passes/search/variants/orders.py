@@ -27,8 +27,7 @@ from autopart.ir.plan import Estimate
 from autopart.ir.program import Edge
 from autopart.passes.ordering.bound import bound_ns
 from autopart.passes.ordering.lists import RULES, listed
-from autopart.passes.ordering.pipeline import Pipeline
-from autopart.passes.ordering.replay import replay
+from autopart.passes.ordering.pipeline import Pipeline, replay
 from autopart.passes.ordering.searched import search_order
 from autopart.passes.program.named import SEARCHED
 from autopart.passes.program.orders import LOOP, ONE, Shape, V, placed

@@ -15,7 +15,7 @@ from autopart.ir.errors import PlanError
 from autopart.ir.graph import Graph, Op
 from autopart.ir.plan import Decision, Stage
 from autopart.passes.graph.atoms import atoms
-from autopart.passes.program.routing import homes, with_forward_only
+from autopart.passes.program.routing import homes, users_of, with_forward_only
 
 
 def project_plan(graph: Graph, trained: Graph, plan: Decision) -> tuple[Stage, ...]:
@@ -64,12 +64,7 @@ def _holders(trained: Graph, plan: Decision) -> dict[str, list[int]]:
     """Return for each parameter and updated buffer the stages that hold it, and what the first one holds besides."""
     updated = {buffer for buffer, _ in trained.updates}
     fixed = {p.name for p in trained.params if p.kind == "param"} | updated
-    holders: dict[str, list[int]] = {}
-    ops = trained.op_map()
-    for index, stage in enumerate(plan.stages):
-        for name in dict.fromkeys(p for op in stage.ops for p in ops[op].params):
-            if name in fixed:
-                holders.setdefault(name, []).append(index)
+    holders = {name: stages for name, stages in users_of(plan.stages, trained).items() if name in fixed}
     for name, index in homes(plan, trained).items():
         holders.setdefault(name, []).append(index)
     read = {name for op in trained.ops for name in op.params}
@@ -115,12 +110,7 @@ def check_gradients_stay(graph: Graph, stages: tuple[Stage, ...], trained: Graph
 
     That is one used on a stage that does not hold it under the plan.  O(ops).
     """
-    planned = _holders(trained, plan)
-    ops = graph.op_map()
-    users: dict[str, list[int]] = {}
-    for index, stage in enumerate(stages):
-        for name in dict.fromkeys(p for op in stage.ops for p in ops[op].params):
-            users.setdefault(name, []).append(index)
+    planned, users = _holders(trained, plan), users_of(stages, graph)
     for param in graph.params:
         if not param.trainable or param.name not in users:
             continue

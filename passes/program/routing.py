@@ -9,7 +9,7 @@ gradients, sums none and has no optimizer step.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from types import MappingProxyType
@@ -67,17 +67,23 @@ def route(
     return replace(bare, order=(*begin, *order, *once[len(begin) :]))
 
 
+def users_of(stages: Sequence[Stage], graph: Graph) -> dict[str, list[int]]:
+    """Return for each parameter the stages that use it, ascending.  O(uses)."""
+    ops = graph.op_map()
+    found: dict[str, list[int]] = {}
+    for s, stage in enumerate(stages):
+        for name in dict.fromkeys(name for op in stage.ops for name in ops[op].params):
+            found.setdefault(name, []).append(s)
+    return found
+
+
 def homes(decision: Decision, graph: Graph) -> dict[str, int]:
     """Return the stage that holds each trainable parameter that no op uses, so that a batch of another kind can train
     it: the stage of its neighbours in the model.  O(uses + parameters).
 
     Of the used parameters before and behind it, the one whose path has more in common with its own counts; of two that
     have as much, the one on the later stage."""
-    ops = graph.op_map()
-    users: dict[str, list[int]] = {}
-    for s, stage in enumerate(decision.stages):
-        for name in dict.fromkeys(name for op in stage.ops for name in ops[op].params):
-            users.setdefault(name, []).append(s)
+    users = users_of(decision.stages, graph)
     names = [param.name for param in graph.params if param.kind == "param"]
     unused = {param.name for param in graph.params if param.trainable} - users.keys()
     found: dict[str, tuple[int, int]] = dict.fromkeys((name for name in names if name in unused), (0, 0))
@@ -176,12 +182,7 @@ def tied(decision: Decision, graph: Graph, held: Mapping[str, Collection[int]] =
 
     held: stages that have a copy under the plan, by parameter; all of them need the sum, though this graph may use
     fewer."""
-    ops = graph.op_map()
-    users: dict[str, set[int]] = {}
-    for s, stage in enumerate(decision.stages):
-        for name in stage.ops:
-            for param in ops[name].params:
-                users.setdefault(param, set(held.get(param, ()))).add(s)
+    users = {name: {*own, *held.get(name, ())} for name, own in users_of(decision.stages, graph).items()}
     return tuple(
         (p.name, tuple(sorted(users[p.name]))) for p in graph.params if p.trainable and len(users.get(p.name, ())) > 1
     )

@@ -328,7 +328,7 @@ def at_once(share: Share) -> Amounts:
     """Charge everything that is allocated at the fullest time of a step, when most is held for backwards.
 
     Where the backward has two parts that is the most of what F and what I leave together, at any time of the order
-    (`held`).  Ranks with several stages: `held.rank_peaks`.
+    (`held`).  Ranks with several stages: `estimate.excess_of`.
     """
     sums = share.sums
     standing = sums["param_bytes"] + sums["state_bytes"] + sums["workspace_bytes"] + sums["buffer_bytes"]

@@ -4,13 +4,6 @@ A stage holds the activations of a slot from F to the end of B, or to I, and fro
 worker holds after a compute are a sum over its stages, so the most bytes follow from how many slots of each stage are
 between F and I, and between I and W, after each of its computes.  Few such counts are different, and they depend on the
 order alone: they are found once for all candidates of a search that share it.
-
-The memory of ranks that run several stages is the weights, gradients, optimizer state, messages and inputs of all
-stages of the rank, the most that they hold together for their backwards, at any time of its order, and the largest
-workspace of one of them.  With one stage a rank it is the memory of the stage (`charges`).
-
-Assumed, and wrong where: a parameter that two stages of a rank share counts for both; the room that activations leave
-for half-precision gradients at the end of a step is found for each stage alone, so that less of it is used.
 """
 
 from __future__ import annotations
@@ -21,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 
 from autopart.ir.actions import HOLDING
-from autopart.ir.plan import Decision, Estimate
+from autopart.ir.plan import Estimate
 from autopart.passes.graph.cuts import Ints
 from autopart.passes.program.orders import Schedule, Shape, Turn
 from autopart.passes.program.schedules import Pattern, pattern
@@ -103,21 +96,3 @@ def own_bytes(context: StageContext, estimate: Estimate) -> int:
     """Return the bytes of a stage besides what it holds for backwards, and its workspace."""
     held = context.in_flight_bytes(estimate.activation_bytes, estimate.weight_bytes)
     return estimate.peak_bytes - held - estimate.workspace_bytes
-
-
-def rank_peaks(
-    decision: Decision, contexts: Sequence[StageContext], estimates: Sequence[Estimate], counts: Counts
-) -> Mapping[tuple[int, ...], int]:
-    """Return the most bytes that a rank of each worker with several stages needs, by its stages.
-
-    counts: of the decision's order.  O(states of the order).
-    """
-    found = {}
-    for stages in Shape.of(decision).workers:
-        if len(stages) > 1:
-            own = [estimates[s] for s in stages]
-            tokens = sum(decision.token_slices) or 1
-            held = most_bytes(counts[stages], [e.activation_bytes for e in own], [e.weight_bytes for e in own], tokens)
-            static = sum(own_bytes(contexts[s], estimates[s]) for s in stages)
-            found[stages] = static + held + max(e.workspace_bytes for e in own)
-    return found

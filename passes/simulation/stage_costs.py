@@ -151,17 +151,3 @@ def alike(stage: Stage) -> tuple[tuple[int, ...], ...]:
     for rank, share in zip(stage.ranks, stage.division.shares, strict=True):
         found.setdefault(share, []).append(rank)
     return tuple(map(tuple, found.values()))
-
-
-def excess_bytes(context: StageContext, estimator: Estimator, spare_bytes: int = 0) -> int:
-    """Return the bytes that a stage needs beyond the memory of its worst device; negative where it fits.
-
-    spare_bytes: memory to leave free on each device.
-    """
-    groups = alike(context.stage)
-    peaks = [
-        (estimator.stage_on(context, ranks) if len(groups) > 1 else estimator.stage(context)).peak_bytes
-        - estimator.cluster.least_memory_bytes(ranks)
-        for ranks in groups
-    ]
-    return max(peaks) + spare_bytes

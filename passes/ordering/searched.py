@@ -19,9 +19,18 @@ from random import Random
 
 from autopart.ir.errors import ProgramError
 from autopart.ir.program import Edge
-from autopart.passes.ordering.bound import bound_ns
 from autopart.passes.ordering.lists import RULES, listed
-from autopart.passes.ordering.pipeline import Orders, Pipeline, Replay, durations, fits, peak_bytes, replay, sources
+from autopart.passes.ordering.pipeline import (
+    Orders,
+    Pipeline,
+    Replay,
+    bound_ns,
+    durations,
+    fits,
+    peak_bytes,
+    replay,
+    sources,
+)
 from autopart.passes.program.named import BUILT_IN, SEARCHED
 from autopart.passes.program.orders import Shape, Turn, texts_of
 from autopart.passes.program.routing import Tied

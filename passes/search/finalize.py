@@ -19,8 +19,7 @@ from autopart.ir.graph import Graph, stage_modules
 from autopart.ir.plan import Decision, Outlook, Stage, check_decision
 from autopart.ir.program import Program
 from autopart.ir.timeline import spans_text
-from autopart.passes.ordering.bound import bound_ns
-from autopart.passes.ordering.pipeline import Pipeline
+from autopart.passes.ordering.pipeline import Pipeline, bound_ns
 from autopart.passes.program.messages import prove_messages
 from autopart.passes.program.orders import Shape
 from autopart.passes.program.routing import edges, route, with_forward_only

@@ -51,7 +51,7 @@ def proposals_of(search: Search, *, ignore_memory: bool = False, worth: float = 
     """
     proposing = _Proposing(search, ignore_memory)
     proposing.try_all(deep=False, limit=math.inf)
-    limit = worth * (proposing.best_ns or max(1, proposing.least_bound(deep=True)))
+    limit = worth * (proposing.best_ns or max(1, proposing.least_deep_bound()))
     while not proposing.try_all(deep=True, limit=limit) and not proposing.best_ns:
         limit *= 2
     if limit < worth * proposing.best_ns:
@@ -93,9 +93,9 @@ class _Proposing:
         self.found: dict[tuple[int, int], list[Proposal]] = {}
         self.best_ns = 0
 
-    def least_bound(self, *, deep: bool) -> int:
-        """Return the least bound of deep layouts, or of the others; 0 when there are none."""
-        return min((task.bound for tasks in self._tasks for task in tasks if task.deep == deep), default=0)
+    def least_deep_bound(self) -> int:
+        """Return the least bound of deep layouts; 0 when there are none."""
+        return min((task.bound for tasks in self._tasks for task in tasks if task.deep), default=0)
 
     def try_all(self, *, deep: bool, limit: float) -> bool:
         """Look for partitions with a latency up to a limit; return whether none was left out because of it."""

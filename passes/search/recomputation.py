@@ -32,8 +32,7 @@ from autopart.passes.graph.cuts import Ints
 from autopart.passes.program.orders import Shape
 from autopart.passes.search.space import SearchSpace
 from autopart.passes.simulation.charges import StageContext
-from autopart.passes.simulation.held import most_bytes, own_bytes
-from autopart.passes.simulation.stage_costs import Estimator, counts_for, stage_contexts
+from autopart.passes.simulation.stage_costs import Estimator, counts_for, most_bytes, own_bytes, stage_contexts
 
 LEVELS = 12
 """Amounts of activations, as even parts of all, for which the recomputation of a stage of several is chosen."""

@@ -14,10 +14,17 @@ from autopart.passes.program.routing import Tied
 from autopart.passes.program.schedules import find, pattern, streams
 from autopart.passes.program.stream import streaming_of
 from autopart.passes.simulation.charges import summing_ns
-from autopart.passes.simulation.held import most_bytes, own_bytes
 from autopart.passes.simulation.simulate import SliceWork, Work, ordered_ns, simulate, step_ns
 from autopart.passes.simulation.slices import contexts_of, share_of
-from autopart.passes.simulation.stage_costs import Estimator, alike, counts_for, message_bytes, stage_contexts
+from autopart.passes.simulation.stage_costs import (
+    Estimator,
+    alike,
+    counts_for,
+    message_bytes,
+    most_bytes,
+    own_bytes,
+    stage_contexts,
+)
 
 Estimates = tuple[Estimate, ...]
 """The estimate of each stage, in order."""

@@ -2,7 +2,7 @@
 
 The dynamic programs of the search stand for 1F1B's family.  What another order gains depends on the bubble that is left
 and on memory, not on where exactly the cuts are, so the best plans of different shapes are tried under every other
-schedule (`Way`), those with several stages a rank with cuts made again (`even_cuts`), and each is simulated within
+schedule (`Way`), those with several stages a rank with cuts made again (`levelled`), and each is simulated within
 memory like every candidate.  The searched order, which takes longest to find, is tried last and for the few best.
 
 Memory that activations do not take delays W, and W fills the bubble; recomputation makes room at a price.  So a plan
@@ -25,9 +25,8 @@ from autopart.ir.decision import Decision
 from autopart.ir.device_kinds import DEVICE_KINDS
 from autopart.ir.plan import Estimate
 from autopart.ir.program import Edge
-from autopart.passes.ordering.bound import bound_ns
 from autopart.passes.ordering.lists import RULES, listed
-from autopart.passes.ordering.pipeline import Pipeline, replay
+from autopart.passes.ordering.pipeline import Pipeline, bound_ns, replay
 from autopart.passes.ordering.searched import search_order
 from autopart.passes.program.named import SEARCHED
 from autopart.passes.program.orders import LOOP, ONE, Shape, V, placed
@@ -36,13 +35,11 @@ from autopart.passes.program.schedules import find
 from autopart.passes.search.evaluation import Candidate, Evaluation, Search, staged
 from autopart.passes.search.recomputation import Choice, recomputed_jointly
 from autopart.passes.search.refinement import actions_of
-from autopart.passes.search.search import with_even_cuts
+from autopart.passes.search.search import even_bounds, levelled, shortest_bounds, with_even_cuts
 from autopart.passes.search.space import ORDERS, PER_RANK, PlanRequest, SearchSpace, blocks_of, is_other
-from autopart.passes.search.variants.even_cuts import even_bounds, levelled, shortest_bounds
 from autopart.passes.simulation.estimate import work_of
-from autopart.passes.simulation.held import own_bytes
 from autopart.passes.simulation.simulate import Work
-from autopart.passes.simulation.stage_costs import stage_contexts
+from autopart.passes.simulation.stage_costs import own_bytes, stage_contexts
 
 SHAPES = 4
 """Plans of different shapes that are tried under other orders."""

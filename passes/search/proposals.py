@@ -269,7 +269,6 @@ def _candidates(space: SearchSpace, all_layouts: list[Layout]) -> Iterator[Candi
 
 
 def _all_partitions(space: SearchSpace, layout: Layout) -> Iterator[Partition]:
-    """Yield every partition for a layout that the request allows."""
     n, request = space.chain.n, space.request
     for stages in [request.stages] if request.stages else range(1, min(n, layout.depth) + 1):
         fixed = request.replicas_of(stages)

@@ -201,7 +201,6 @@ def _undominated(found: list[Suffix]) -> list[Suffix]:
 
 
 def _joined(need: Need, rest: Suffix, first: int, micros: int) -> Suffix:
-    """Return a stage before others."""
     latency = need.work_ns + need.arriving_ns
     through = latency + rest.through_ns
     bound = max(latency + rest.bound_ns, micros * need.work_ns + need.following_ns, through)

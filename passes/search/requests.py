@@ -50,7 +50,7 @@ def check_request(request: PlanRequest, cluster: Cluster) -> None:
             f"{request.stages} stages{each} need {count} devices, but the cluster has {cluster.world}",
             fix=f"use at most {cluster.world * per_rank} stages or name a larger cluster",
         )
-    _check_fixed(request, cluster)
+    _check_fixed(request, cluster, count, per_rank)
 
 
 def _check_order(request: PlanRequest) -> None:
@@ -90,8 +90,8 @@ def _check_order(request: PlanRequest) -> None:
         )
 
 
-def _check_fixed(request: PlanRequest, cluster: Cluster) -> None:
-    """Check replicas and pins against the number of stages."""
+def _check_fixed(request: PlanRequest, cluster: Cluster, positions: int, per_rank: int) -> None:
+    """Check replicas and pins against the number of stages, several (per_rank) of which stand on a position."""
     fixed = request.replicas if isinstance(request.replicas, tuple) else None
     if fixed is not None and request.stages is not None and len(fixed) != request.stages:
         raise UsageError(
@@ -105,8 +105,6 @@ def _check_fixed(request: PlanRequest, cluster: Cluster) -> None:
             f"{needed} replicas need {needed} devices, but the cluster has {cluster.world}",
             fix=f"use at most {cluster.world} replicas in all, or name a larger cluster",
         )
-    per_rank = request.stages_per_rank if isinstance(request.stages_per_rank, int) else 1
-    positions = -(-(request.stages or 1) // per_rank)
     if each * positions > cluster.world:
         raise UsageError(
             f"{request.stages} stages of {each} replicas need {each * positions} devices, but the cluster "
@@ -126,9 +124,9 @@ def _check_fixed(request: PlanRequest, cluster: Cluster) -> None:
             f"schedule {request.schedule!r} has no order over slices of sequences",
             fix=f"use one of {', '.join(FAMILY)}, or token_slices=None",
         )
+    last = (request.stages or cluster.world * per_rank) - 1
     for path, stage in request.pins.items():
-        if not 0 <= stage < (request.stages or cluster.world * per_rank):
-            last = (request.stages or cluster.world * per_rank) - 1
+        if not 0 <= stage <= last:
             raise UsageError(
                 f"{path} is pinned to stage {stage}, which does not exist",
                 fix=f"stages are numbered from 0: pin it to one of 0 to {last}" if last else "pin it to stage 0",

@@ -45,7 +45,7 @@ from autopart.capture import CaptureCache, Captured
 from autopart.costs import sources
 from autopart.files.clusters import parse_cluster
 from autopart.ir.cluster import Cluster
-from autopart.ir.size import Size
+from autopart.ir.graph import Size
 from autopart.options import read_options
 from autopart.passes import pipeline
 from autopart.passes.search import finalize

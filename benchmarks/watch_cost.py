@@ -21,7 +21,7 @@ from torch import nn
 
 from autopart.batch.batch import flatten
 from autopart.capture import CaptureCache
-from autopart.ir.size import Size
+from autopart.ir.graph import Size
 
 RUNS = 300
 

@@ -19,8 +19,8 @@ from autopart.costs.sources import CostedGraph
 from autopart.files.plans import match_plan
 from autopart.ir.cluster import Cluster, Device, Level, Link
 from autopart.ir.errors import RefusedError, UsageError
+from autopart.ir.graph import Size
 from autopart.ir.shares import parts
-from autopart.ir.size import Size
 from autopart.options import read_options
 from autopart.passes.ops.analytic_costs import analytic_costs
 from autopart.passes.program.orders import Schedule

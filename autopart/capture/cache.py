@@ -26,8 +26,8 @@ from autopart.capture.trace.autocast import Autocast, autocast_for
 from autopart.capture.trace.export import LossFn
 from autopart.capture.trained import Trained
 from autopart.ir.errors import AutopartError, CaptureError, UsageError
+from autopart.ir.graph import Size
 from autopart.ir.plan import Precision
-from autopart.ir.size import Size
 
 _Answers = tuple[tuple[str, str, Any], ...]
 _KEEP = 128  # captures; 32 kinds of batches are kept, each with several

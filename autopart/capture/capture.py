@@ -31,8 +31,7 @@ from autopart.capture.trace.patches import patched
 from autopart.capture.trace.to_graph import Names, NumberOfData, read_graph, read_names
 from autopart.capture.trained import on_meta
 from autopart.ir.errors import AutopartError, CaptureError, RefusedError
-from autopart.ir.graph import Graph
-from autopart.ir.size import Size
+from autopart.ir.graph import Graph, Size
 
 _one_at_a_time = threading.RLock()
 """Tracing patches classes of torch while it lasts.  Another thread that captures waits; one that only uses torch is not

@@ -11,7 +11,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar, get_type_hints
 
 import typer
 
-from autopart.cli.models import BUILTIN
+from autopart.cli.model_loader import BUILTIN
 from autopart.ir.errors import UsageError
 from autopart.options import OPTIONS, Options
 

@@ -17,14 +17,17 @@ import typer
 from autopart import api
 from autopart.cli import plans
 from autopart.cli.checkpoints import app as checkpoint_app
-from autopart.cli.cluster import app as cluster_app
 from autopart.cli.entry import TRACEBACK, main
 from autopart.cli.flags import ClusterName, ModelName, takes_option_flags
+from autopart.cli.host_costs import detect_all
 from autopart.cli.model_loader import load_model
 from autopart.cli.output import Json, print_json, prints_results, say
-from autopart.files.clusters import parse_cluster
+from autopart.files.clusters import cluster_to_dict, cluster_to_yaml, parse_cluster, require_yaml, save_cluster
+from autopart.files.presets import NODES
+from autopart.ir.cluster import Cluster
 from autopart.options import OPTIONS, read_options
 from autopart.pipe.compare import Verification, verify_step
+from autopart.report.cluster_table import cluster_table
 
 __all__ = ["app", "main"]
 
@@ -35,25 +38,33 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+cluster_app = typer.Typer(
+    name="cluster", help="Measure this machine, or show a preset or a cluster file.", no_args_is_help=True
+)
 app.add_typer(cluster_app)
 app.add_typer(checkpoint_app)
+_ON_EVERY_RANK = ("verify", "cluster")
+"""Commands that ranks other than 0 run too."""
 
 
 def _print_versions(wanted: bool) -> None:
     if wanted:
         if prints_results():
-            say(_versions())
+            version()
         raise typer.Exit
 
 
 @app.callback()
 def _root(
+    context: typer.Context,
     traceback: Annotated[bool, typer.Option(TRACEBACK, help="Show the Python traceback of an error")] = False,
     versions: Annotated[
         bool, typer.Option("--version", is_eager=True, callback=_print_versions, help="Show versions and exit")
     ] = False,
 ) -> None:
     """Compile an unmodified PyTorch model into a planned, running training pipeline."""
+    if not prints_results() and context.invoked_subcommand not in _ON_EVERY_RANK:
+        raise typer.Exit
 
 
 app.command()(plans.plan)
@@ -95,13 +106,8 @@ def verify(
 @app.command()
 def version() -> None:
     """Print the versions of autopart, torch and Python."""
-    if prints_results():
-        say(_versions())
-
-
-def _versions() -> str:
     found = [f"{package} {metadata.version(package)}" for package in ("autopart", "torch")]
-    return ", ".join([*found, f"Python {platform.python_version()}"])
+    say(", ".join([*found, f"Python {platform.python_version()}"]))
 
 
 def _verify_on_rank(
@@ -112,3 +118,48 @@ def _verify_on_rank(
     options = read_options(loss_fn=subject.loss_fn, plan=plan, transport=transport, **flags)
     machines = parse_cluster(cluster, cuda_devices=torch.cuda.device_count())
     return verify_step(subject.model, machines, subject.batch, options, tolerance)
+
+
+# ---- clusters -------------------------------------------------------------------------------------------------------
+
+Described = Annotated[
+    str, typer.Argument(help=f"{', '.join(NODES)} (h200x8:2 is two nodes), cpu:2, or a .yaml, .toml or .json file")
+]
+Out = Annotated[Path | None, typer.Option(help="Write the cluster here; without it the YAML goes to stdout")]
+
+
+@cluster_app.command()
+def detect(
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Local processes; by default one for each GPU, without a GPU two")
+    ] = None,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Measure devices, links and hosts of this machine, or under torchrun of all; print a table and the YAML."""
+    if out is not None:
+        require_yaml(out)
+    found = detect_all(ranks)
+    if prints_results():
+        _print_cluster(found, out, as_json)
+
+
+@cluster_app.command()
+def show(cluster: Described, out: Out = None, as_json: Json = False) -> None:
+    """Check a preset, a short description or a file; print a table and the cluster as YAML."""
+    if prints_results():
+        _print_cluster(parse_cluster(cluster), out, as_json)
+
+
+def _print_cluster(cluster: Cluster, out: Path | None, as_json: bool) -> None:
+    """Print the table and the YAML, or the cluster as JSON in the format of cluster files."""
+    if out is not None:
+        save_cluster(cluster, out)
+    if as_json:
+        print_json(cluster_to_dict(cluster))
+    else:
+        say(cluster_table(cluster), err=out is None)
+    if out is not None:
+        say(f"cluster written to {out}", err=as_json)
+    elif not as_json:
+        typer.echo(cluster_to_yaml(cluster), nl=False)

@@ -1,34 +1,50 @@
-"""The commands that run in this process alone: plan, explain, report, schedule, diff."""
+"""The commands that run in this process alone: plan, explain, report, schedule, diff.
+
+`plan` also makes several plans of one model: of several clusters (--compare), or of several wishes (--what-if)."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from autopart import api
-from autopart.cli.flags import ClusterName, ModelName, Rows, Seed, Tokens, TraceFile, takes_option_flags
+from autopart.cli.flags import ClusterName, ModelName, Rows, Seed, Tokens, TraceFile, takes_option_flags, wished
 from autopart.cli.model_loader import Subject, load_model
-from autopart.cli.output import Json, Progress, print_json, prints_results, say
-from autopart.cli.questions import Compare, MoreWords, WhatIf, compare_clusters, compare_wishes, require_no_words
+from autopart.cli.output import Json, Progress, print_json, say
 from autopart.files.plans import diff_plans, load_plan, save_plan
 from autopart.files.schedule_csv import save_schedule_csv
 from autopart.files.traces import load_trace
 from autopart.ir.errors import UsageError
-from autopart.ir.explain import terminal_width
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan
 from autopart.ir.timeline import Timeline
 from autopart.options import Options, read_options
 from autopart.passes.program.schedules import find
 from autopart.planning.schedule_files import schedule_text
+from autopart.report.comparison import Answer, comparison_facts, comparison_table
 from autopart.report.page.page import write_page
-from autopart.report.plan_table import plan_facts, stage_table
+from autopart.report.plan_table import plan_facts, stage_table, terminal_width
 from autopart.report.text_timeline import timeline_text
 from autopart.report.traces import save_trace
 
 PlanPath = Annotated[Path, typer.Argument(help="A plan file")]
+Compare = Annotated[
+    str | None,
+    typer.Option("--compare", metavar="CLUSTER,CLUSTER,...", help="Plan for each cluster, and print a line each"),
+]
+WhatIf = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--what-if",
+        metavar="OPTION=VALUE ...",
+        help="Print what the plan with these options would take beside the chosen one; repeat for others",
+    ),
+]
+MoreWords = Annotated[list[str] | None, typer.Argument(metavar="OPTION=VALUE", hidden=True)]
+"""The words after --what-if stages=4."""
 
 
 @takes_option_flags
@@ -50,15 +66,13 @@ def plan(
     The plan is written to --out.  With --json the table is printed as JSON.  With --compare or --what-if there is a
     line for each plan instead.
     """
-    if not prints_results():
-        return
-    require_no_words(words, compare, what_if, out, trace)
+    _require_no_words(words, compare, what_if, out, trace)
     subject = _loaded(model, flags, rows, tokens)
     options = read_options(loss_fn=subject.loss_fn, watch=Progress(), **flags)
     if compare is not None:
-        return compare_clusters(subject, compare, options, as_json=as_json)
+        return _compare_clusters(subject, compare, options, as_json=as_json)
     if what_if is not None:
-        return compare_wishes(subject, cluster, flags, [*what_if, *(words or ())], as_json=as_json)
+        return _compare_wishes(subject, cluster, flags, [*what_if, *(words or ())], as_json=as_json)
     made, graph, step = _planned(subject, cluster, options, simulate=trace is not None)
     if as_json:
         print_json(plan_facts(made, graph))
@@ -86,8 +100,6 @@ def explain(
     seed: Seed = 0,
 ) -> None:
     """Print the stage table of a plan file.  --model adds module paths; --trace writes the simulated step."""
-    if not prints_results():
-        return
     found = load_plan(plan)
     graph, step = None, None
     if model is not None:
@@ -112,8 +124,6 @@ def report(
     ] = None,
 ) -> None:
     """Write a plan file as one HTML page: stages, the simulated step, memory, and the plans that lost."""
-    if not prints_results():
-        return
     found = load_plan(plan)
     measured = load_trace(trace) if trace is not None else None
     path = write_page(found, out or plan.with_suffix(".html"), measured=measured, title=f"autopart: {plan.stem}")
@@ -126,8 +136,6 @@ def schedule(
     messages: Annotated[bool, typer.Option("--messages", help="Write sends and receives too")] = False,
 ) -> None:
     """Write the schedule of a plan file as CSV that torch.distributed.pipelining loads: a line for each rank."""
-    if not prints_results():
-        return
     text = schedule_text(load_plan(plan), messages=messages)
     if csv is None:
         say(text, nl=False)
@@ -138,8 +146,6 @@ def schedule(
 
 def diff(before: PlanPath, after: Annotated[Path, typer.Argument(help="Another one")]) -> None:
     """Print what changes from one plan file to another.  Exit code 1 when they differ."""
-    if not prints_results():
-        return
     old, new = load_plan(before), load_plan(after)
     say(diff_plans(old, new))
     raise typer.Exit(0 if old == new else 1)
@@ -175,3 +181,57 @@ def _write_trace(step: Timeline | None, plan: Plan, path: Path | None) -> None:
         here, said = (f"{ns / 1e6:.2f} ms" for ns in (step.step_ns, plan.step_ns))
         reason = "it was made for another cluster, optimizer or costs"
         say(f"note: this step takes {here}, the plan says {said}: {reason}", err=True)
+
+
+# ---- several plans --------------------------------------------------------------------------------------------------
+
+
+def _require_no_words(
+    words: list[str] | None, compare: str | None, what_if: list[str] | None, out: Path | None, trace: Path | None
+) -> None:
+    """Raise UsageError for words that belong to nothing, and flags that do not go together."""
+    if words and not (what_if and len(what_if) == 1):
+        fix = 'put them in quotes: --what-if "stages=4 replicas=2"' if what_if else "drop them"
+        raise UsageError(f"{' '.join(words)!r} belongs to no option", fix=fix)
+    if compare is not None and what_if:
+        raise UsageError("both --compare and --what-if are given", fix="ask one after the other")
+    for name, given in (("--out", out), ("--trace", trace)):
+        if given is not None and (compare is not None or what_if):
+            raise UsageError(
+                f"{name} writes one plan, and several are made", fix=f"drop {name}, or plan with the options alone"
+            )
+
+
+def _compare_clusters(subject: Subject, clusters: str, options: Options, *, as_json: bool) -> None:
+    """Print a line for the plan on each of the clusters.  Raises the first error if there is no plan on any."""
+    names = [name.strip() for name in clusters.split(",") if name.strip()]
+    if not names:
+        raise UsageError("--compare names no cluster", fix="--compare h100x8:4,h100x8:8")
+    _print_answers(_answers(subject, [(name, name, options) for name in dict.fromkeys(names)]), "cluster", as_json)
+
+
+def _compare_wishes(subject: Subject, cluster: str, flags: dict[str, Any], wishes: list[str], *, as_json: bool) -> None:
+    """Print a line for the chosen plan and one for each wish, whose options are added to the flags.
+
+    wishes: texts such as "stages=4 replicas=2"; words of their own belong to a single first one.
+    """
+    texts = [" ".join(wishes)] if any("=" in word and " " not in word for word in wishes[1:]) else wishes
+    asked = [("chosen", flags), *((text, {**flags, **wished(text.split())}) for text in texts)]
+    questions = [
+        (name, cluster, read_options(loss_fn=subject.loss_fn, watch=Progress(), **options)) for name, options in asked
+    ]
+    _print_answers(_answers(subject, questions), "what if", as_json)
+
+
+def _answers(subject: Subject, questions: Iterable[tuple[str, str, Options]]) -> list[Answer]:
+    found = list(api.answered(subject.model, subject.batch, questions))
+    if all(answer.refused is not None for answer in found):
+        raise found[0].refused or UsageError("nothing was asked")
+    return found
+
+
+def _print_answers(answers: list[Answer], column: str, as_json: bool) -> None:
+    if as_json:
+        print_json(comparison_facts(answers))
+    else:
+        say(comparison_table(answers, column), nl=False)

@@ -26,10 +26,9 @@ from torch.utils import _pytree as pytree
 
 from autopart.capture import Captured
 from autopart.capture.trace.grouped_products import kernel_of
-from autopart.files.caches.cost_cache import OpTimes, keep_times, read_times
+from autopart.files.caches import OpTimes, keep_times, read_times
 from autopart.ir.cluster import Device
-from autopart.ir.cost import Cost
-from autopart.ir.graph import Graph, Op, Param, Value
+from autopart.ir.graph import Cost, Graph, Op, Param, Value
 from autopart.passes.ops.analytic_costs import added_ns, analytic_costs
 from autopart.passes.ops.table import row_of
 from autopart.runtime.stages import products

@@ -27,7 +27,7 @@ from autopart.capture import Captured
 from autopart.capture.trace.grouped_products import kernel_of
 from autopart.costs import measure
 from autopart.costs.measure import clocked, environment, made_up, wait_for
-from autopart.files.caches.cost_cache import OpTimes, keep_times, read_times
+from autopart.files.caches import OpTimes, keep_times, read_times
 from autopart.ir.cluster import Device
 from autopart.ir.graph import Graph
 from autopart.passes.ops.analytic_costs import analytic_costs

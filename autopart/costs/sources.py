@@ -15,10 +15,9 @@ import torch
 from autopart.capture import Captured
 from autopart.costs.measure import measure_costs
 from autopart.costs.profiler import profile_costs
-from autopart.ir import cost as cost_ir
 from autopart.ir.cluster import Device
 from autopart.ir.errors import GraphError, UsageError
-from autopart.ir.graph import Graph
+from autopart.ir.graph import Cost, Graph, check_cost
 from autopart.passes.ops.analytic_costs import analytic_costs
 from autopart.passes.ops.casts import without_casts
 
@@ -101,7 +100,7 @@ def _check(found: object, captured: Graph, name: str) -> None:
         )
     for op in found.graph.ops:
         try:
-            cost_ir.check(op.cost)
+            check_cost(op.cost)
         except GraphError as error:
             raise UsageError(
                 f"cost source {name} gave op {op.name} an impossible cost",
@@ -112,4 +111,4 @@ def _check(found: object, captured: Graph, name: str) -> None:
 
 
 def _without_costs(graph: Graph) -> Graph:
-    return replace(graph, ops=tuple(replace(op, cost=cost_ir.Cost()) for op in graph.ops))
+    return replace(graph, ops=tuple(replace(op, cost=Cost()) for op in graph.ops))

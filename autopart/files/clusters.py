@@ -39,7 +39,7 @@ from typing import Annotated, Any
 import yaml  # type: ignore[import-untyped]
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from autopart.files.documents import PARSERS, parse_yaml, read_document
+from autopart.files.documents import PARSERS, read_document
 from autopart.files.limits import MAX_INTEGER, MAX_LEVELS, MAX_RANKS, MAX_RATES
 from autopart.files.presets import DEVICES, NODES, several
 from autopart.files.reading import brief, named, validated
@@ -74,15 +74,10 @@ class Host:
 
     def device(self, kind: str, local: int) -> Device:
         """Return the defaults of one of `local` devices that share this host."""
-        if own := DEVICE_KINDS[kind].own:
-            return _reserved(Device(kind, *own))
         flops = max(1, self.cores // local) * CPU_FLOPS_PER_CORE
-        return _reserved(Device(kind, max(1, self.memory_bytes // local), int(flops), CPU_BANDWIDTH))
-
-
-def _reserved(device: Device) -> Device:
-    """Return the device with the reserve of its kind."""
-    return replace(device, reserve_bytes=DEVICE_KINDS[device.kind].reserve(device.memory_bytes))
+        share = max(1, self.memory_bytes // local), int(flops), CPU_BANDWIDTH
+        device = Device(kind, *(DEVICE_KINDS[kind].own or share))
+        return replace(device, reserve_bytes=DEVICE_KINDS[kind].reserve(device.memory_bytes))
 
 
 def this_host() -> Host:
@@ -122,11 +117,17 @@ def parse_cluster(
         return check(several(NODES[name], count))
     if not isinstance(what, str | os.PathLike):
         raise ClusterError(f"a cluster cannot be read from {brief(what)}", fix=FORMS)
-    if Path(what).suffix.lower() not in PARSERS:
+    path = Path(what)
+    if path.suffix.lower() not in PARSERS:
         word = os.fspath(what).strip().partition(":")[0].lower()
         why = _OTHER_NAMES.get(word) or _near(word)
         raise ClusterError(f"cluster {brief(os.fspath(what))} is not understood", why=why, fix=FORMS)
-    return _from_file(Path(what), host)
+    with named(path, ClusterError, _SCHEMA):
+        described = validated("describes no cluster", _ClusterFile.model_validate, read_document(path))
+    try:
+        return check(_built(described, host))
+    except ClusterError as error:
+        raise ClusterError(f"{path}: {error.what}", where=error.where, why=error.why, fix=error.fix) from error
 
 
 def _near(word: str) -> str:
@@ -199,10 +200,6 @@ def _amount(given: object) -> object:
     return int(float(number) * (1024 if binary else 1000) ** power)
 
 
-def _one_rate(given: object) -> object:
-    return None if isinstance(given, Mapping) else given
-
-
 def _many_rates(given: object) -> object:
     if given == {}:
         raise ValueError("name at least one dtype")
@@ -232,7 +229,7 @@ class _DeviceEntry(_Entry):
     name: Annotated[str, Field(max_length=100)] = ""
     memory: Amount | None = None
     reserve: Annotated[int | None, BeforeValidator(_amount), Field(ge=0, le=MAX_INTEGER)] = None
-    flops: Annotated[Amount | None, BeforeValidator(_one_rate)] = None
+    flops: Annotated[Amount | None, BeforeValidator(lambda given: None if isinstance(given, Mapping) else given)] = None
     rates: Annotated[dict[str, Amount], BeforeValidator(_many_rates), _FLOPS_KEY] = {}
     memory_bandwidth: Amount | None = None
     efficiency: Share | None = None
@@ -261,15 +258,6 @@ class _ClusterFile(_Entry):
     devices: Annotated[list[_DeviceEntry], Field(min_length=1, max_length=MAX_RANKS)]
     levels: Annotated[list[_LevelEntry] | None, Field(max_length=MAX_LEVELS)] = None
     host: _HostEntry = _HostEntry()
-
-
-def _from_file(path: Path, host: Host) -> Cluster:
-    with named(path, ClusterError, _SCHEMA):
-        described = validated("describes no cluster", _ClusterFile.model_validate, read_document(path))
-    try:
-        return check(_built(described, host))
-    except ClusterError as error:
-        raise ClusterError(f"{path}: {error.what}", where=error.where, why=error.why, fix=error.fix) from error
 
 
 def _built(described: _ClusterFile, host: Host) -> Cluster:
@@ -378,7 +366,7 @@ def save_cluster(cluster: Cluster, path: str | os.PathLike[str]) -> None:
 
 def require_yaml(path: str | os.PathLike[str]) -> None:
     """Raise ClusterError if the file name does not end in .yaml or .yml."""
-    if PARSERS.get(Path(path).suffix.lower()) is not parse_yaml:
+    if Path(path).suffix.lower() not in (".yaml", ".yml"):
         raise ClusterError(f"{os.fspath(path)!r} is not the name of a YAML file", fix="let it end in .yaml")
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from autopart.files.json_text import parse_json
+from autopart.files.documents import parse_json
 from autopart.files.limits import MAX_BYTES, MAX_RANKS, MAX_ROWS, MOST_PROBLEMS
 from autopart.files.reading import brief, listed, malformed, named, read_text, unreadable, validated
 from autopart.files.storage import write_whole

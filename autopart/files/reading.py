@@ -23,17 +23,13 @@ Content = TypeVar("Content")
 _OPEN = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 
 
-class _Unreadable(Exception):
+class _Unreadable(AutopartError):
     """A problem of a file whose name is not known yet."""
-
-    def __init__(self, what: str, where: str, why: str, fix: str) -> None:
-        super().__init__(what)
-        self.what, self.where, self.why, self.fix = what, where, why, fix
 
 
 def unreadable(what: str, *, where: str = "", why: str = "", fix: str = "") -> Exception:
     """Return a problem to raise inside `named`.  what: follows the name of the file, as "is not valid JSON"."""
-    return _Unreadable(what, where, why, fix)
+    return _Unreadable(what, where=where, why=why, fix=fix)
 
 
 @contextmanager

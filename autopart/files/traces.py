@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from autopart.files.json_text import parse_json
+from autopart.files.documents import parse_json
 from autopart.files.limits import MAX_INTEGER, MAX_RANKS
 from autopart.files.reading import named, read_text, unreadable, validated
 from autopart.ir.actions import parse_action
@@ -42,21 +42,16 @@ def load_trace(path: str | os.PathLike[str]) -> Timeline:
         events = document.get("traceEvents") if isinstance(document, dict) else None
         if not isinstance(events, list):
             raise unreadable("is not a trace", where="traceEvents", why="the list of events is missing")
-        timed = [event for event in events if _spans_time(event)]
+        timed = [event for event in events if isinstance(event, dict) and event.get("ph") == "X"]
         found = validated("is not a valid trace", _EVENTS.validate_python, timed)
+        starts = [round(event.ts * 1000) for event in found]
         try:
-            spans = [_span(event) for event in found]
+            spans = [
+                Span(event.pid, parse_action(event.name), start, start + round(event.dur * 1000))
+                for event, start in zip(found, starts, strict=True)
+            ]
         except ProgramError as error:
             raise unreadable("is not a trace of autopart", why=error.what) from error
         if not spans:
             raise unreadable("has no events that take time")
         return Timeline(tuple(sorted(spans, key=lambda span: (span.start_ns, span.rank))))
-
-
-def _spans_time(event: Any) -> bool:
-    return isinstance(event, dict) and event.get("ph") == "X"
-
-
-def _span(event: _Event) -> Span:
-    start = round(event.ts * 1000)
-    return Span(event.pid, parse_action(event.name), start, start + round(event.dur * 1000))

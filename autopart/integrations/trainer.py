@@ -26,9 +26,11 @@ from autopart.pipe.pipe import Pipe
 
 STATE = "autopart"
 """Folder in a checkpoint of the trainer that has weights and optimizer state of all ranks."""
+_Trainer: Any = object
+"""What the mixin stands in front of, for type checkers."""
 
 
-class PipelineMixin:
+class PipelineMixin(_Trainer):  # type: ignore[misc]
     """Runs the steps of a `transformers.Trainer` as a pipeline.  Write it before the trainer class.
 
     pipeline: keyword arguments of `autopart.compile` besides the model and the sample; "cluster" too.  The attribute of
@@ -43,6 +45,8 @@ class PipelineMixin:
 
     pipe: Pipe | None = None
     pipeline: dict[str, Any] | None = None
+    model: Any
+    gather_function: Any
     _model: PipelineModel
     _used: tuple[Any, dict[str, int]] = (None, {})
     """The optimizer of the `train` before, and this rank's parameters in it."""
@@ -62,9 +66,8 @@ class PipelineMixin:
     def __init__(self, *args: Any, pipeline: dict[str, Any] | None = None, **kwargs: Any) -> None:
         self._pipeline = dict(pipeline or self.pipeline or {})
         super().__init__(*args, **kwargs)
-        trainer: Any = self
-        require_possible(trainer, PipelineMixin, REPLACED)
-        trainer.args.average_tokens_across_devices = False  # all ranks have the same tokens
+        require_possible(self, PipelineMixin, REPLACED)
+        self.args.average_tokens_across_devices = False  # all ranks have the same tokens
 
     # -- training --------------------------------------------------------------------------------------------------
 
@@ -72,16 +75,15 @@ class PipelineMixin:
         """Train, and leave the pipeline at the end, with the trained weights in the model of every rank.
 
         A second call goes on with the optimizer of the first one, as it does without a pipeline."""
-        own: Any = self
-        passed = own.optimizer is not None and own.optimizer is not self._used[0]
-        if passed or (own.lr_scheduler is not None and self._used[0] is None):
+        passed = self.optimizer is not None and self.optimizer is not self._used[0]
+        if passed or (self.lr_scheduler is not None and self._used[0] is None):
             raise refused(
                 "an optimizer was passed" if passed else "a scheduler was passed",
                 "it has parameters of other ranks",
                 'name it (optim="adamw_torch"), or override create_optimizer and create_scheduler',
             )
         try:
-            result = super().train(*args, **kwargs)  # type: ignore[misc]
+            result = super().train(*args, **kwargs)
         except BaseException:
             if self.pipe is not None:
                 self._leave(sync=False)
@@ -91,26 +93,24 @@ class PipelineMixin:
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Compile the model for the first batch, then run the trainer's loop."""
-        own: Any = self
-        loader = undivided(own.get_train_dataloader())
-        sample = first_batch(loader, own._prepare_inputs)
-        sample = self._counted(sample, own._get_num_items_in_batch([sample], own.args.device))
-        options = {"precision": "bf16" if own.args.bf16 else None, **self._pipeline}
-        if own.args.torch_compile:
+        loader = undivided(self.get_train_dataloader())
+        sample = first_batch(loader, self._prepare_inputs)
+        sample = self._counted(sample, self._get_num_items_in_batch([sample], self.args.device))
+        options = {"precision": "bf16" if self.args.bf16 else None, **self._pipeline}
+        if self.args.torch_compile:
             options.setdefault("backend", "inductor")
-        self.pipe = compile_pipe(own.model, options.pop("cluster", None), sample=sample, **options)
-        self._model = PipelineModel(self.pipe, own.args.device)
+        self.pipe = compile_pipe(self.model, options.pop("cluster", None), sample=sample, **options)
+        self._model = PipelineModel(self.pipe, self.args.device)
         self._stepped = False
-        return super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
+        return super()._inner_training_loop(*args, **kwargs)
 
     def _leave(self, *, sync: bool = True) -> None:
         """Bring all weights to the model of this rank, and end the pipeline.  Collective."""
-        own: Any = self
         if self.pipe is not None:
-            self._used = own.optimizer, self._parameters()
+            self._used = self.optimizer, self._parameters()
             self.pipe.close(sync=sync)
             self.pipe = None
-            own.model_wrapped = own.model
+            self.model_wrapped = self.model
 
     def _parameters(self) -> dict[str, int]:
         assert self.pipe is not None
@@ -118,34 +118,31 @@ class PipelineMixin:
 
     def set_initial_training_values(self, args: Any, dataloader: Any, *more: Any) -> Any:
         """Count the batches of a single process."""
-        return super().set_initial_training_values(args, undivided(dataloader), *more)  # type: ignore[misc]
+        return super().set_initial_training_values(args, undivided(dataloader), *more)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Make the optimizer of this rank's parameters: `self.model` has these alone meanwhile."""
-        own: Any = self
-        whole, own.model = own.model, self._model
+        whole, self.model = self.model, self._model
         empty = next(self._model.parameters())  # where a rank has no parameters, each pipe has another one for it
-        for group in own.optimizer.param_groups if own.optimizer is not None else ():
+        for group in self.optimizer.param_groups if self.optimizer is not None else ():
             group["params"] = [one if one.numel() else empty for one in group["params"]]
         try:
-            return super().create_optimizer()  # type: ignore[misc]
+            return super().create_optimizer()
         finally:
-            own.model = whole
+            self.model = whole
 
-    def get_decay_parameter_names(self, model: Any) -> list[str]:
+    def get_decay_parameter_names(self, model: Any) -> Any:
         """Return the names of the parameters that decay; the modules of the whole model decide."""
         assert self.pipe is not None
-        names: list[str] = super().get_decay_parameter_names(self.pipe.model)  # type: ignore[misc]
-        return names
+        return super().get_decay_parameter_names(self.pipe.model)
 
     def _require_own_parameters(self) -> None:
         """Raise UsageError if this rank's optimizer has parameters that this rank does not train, or the optimizer of
         the `train` before lacks some."""
-        own: Any = self
         optimizer, before = self._used
         mine = self._parameters()
-        driven = {id(one) for group in own.optimizer.param_groups for one in group["params"] if one.numel()}
-        if not driven <= set(mine.values()) or (own.optimizer is optimizer and before != mine):
+        driven = {id(one) for group in self.optimizer.param_groups for one in group["params"] if one.numel()}
+        if not driven <= set(mine.values()) or (self.optimizer is optimizer and before != mine):
             raise refused(
                 "the optimizer has other parameters than this rank trains",
                 f"{_home(self, 'create_optimizer')}.create_optimizer took them elsewhere than from self.model, or a "
@@ -156,20 +153,19 @@ class PipelineMixin:
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         """Run a step of the pipeline; return its loss as the trainer counts it, with its share of the accumulation."""
-        own: Any = self
         if self.pipe is None:
             what = f"_inner_training_loop is overridden in {_home(self, '_inner_training_loop')}"
             raise refused(what, "the model is compiled there", "call super()._inner_training_loop(...)")
         if not self._stepped:
             self._require_own_parameters()
         self.pipe.train()
-        if callable(getattr(own.optimizer, "train", None)):
-            own.optimizer.train()
-        inputs = self._counted(own._prepare_inputs(inputs), num_items_in_batch)
-        divided = getattr(own, "loss_is_scaled_for_ga", None)
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
+        inputs = self._counted(self._prepare_inputs(inputs), num_items_in_batch)
+        divided = getattr(self, "loss_is_scaled_for_ga", None)
         if divided is None:
             divided = "num_items_in_batch" in inputs
-        share = 1.0 if divided else 1.0 / own.current_gradient_accumulation_steps
+        share = 1.0 if divided else 1.0 / self.current_gradient_accumulation_steps
         loss = self.pipe.step(inputs, scale=share if share != 1.0 else None)
         self._stepped = True
         scaled: torch.Tensor = loss.detach() * share
@@ -180,8 +176,7 @@ class PipelineMixin:
 
         What a model does with that number is its own: most divide a sum of losses by it, some ignore it.
         """
-        own: Any = self
-        if items is None or not own.model_accepts_loss_kwargs:
+        if items is None or not self.model_accepts_loss_kwargs:
             return inputs
         return {**inputs, "num_items_in_batch": items}
 
@@ -189,9 +184,8 @@ class PipelineMixin:
         return model if self.pipe is None else self._model
 
     def _clip_grad_norm(self, model: Any) -> Any:
-        own: Any = self
         assert self.pipe is not None
-        return self.pipe.clip_grad_norm_(own.args.max_grad_norm)
+        return self.pipe.clip_grad_norm_(self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         assert self.pipe is not None
@@ -207,42 +201,37 @@ class PipelineMixin:
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Return the rows of an update: all ranks work on the same batch."""
-        own: Any = self
-        return int(own._train_batch_size * args.gradient_accumulation_steps)
+        return int(self._train_batch_size * args.gradient_accumulation_steps)
 
     def floating_point_ops(self, inputs: Any) -> Any:
         """Return this rank's share: the trainer adds up those of all ranks, which have the same batch."""
-        own: Any = self
-        return super().floating_point_ops(inputs) / max(1, own.args.world_size)  # type: ignore[misc]
+        return super().floating_point_ops(inputs) / max(1, self.args.world_size)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        own: Any = self
-        before = own.state.num_input_tokens_seen
-        super()._track_num_input_tokens(inputs)  # type: ignore[misc]
-        added = own.state.num_input_tokens_seen - before
-        own.state.num_input_tokens_seen = before + added // max(1, own.args.world_size)
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)
+        added = self.state.num_input_tokens_seen - before
+        self.state.num_input_tokens_seen = before + added // max(1, self.args.world_size)
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate whole batches on every rank, so that there is nothing to gather."""
-        own: Any = self  # the loop sets its function back at its end
-        own.gather_function = _all if own.gather_function == own.accelerator.gather else self._gathered
+        # the loop sets its function back at its end
+        self.gather_function = _all if self.gather_function == self.accelerator.gather else self._gathered
         if self.pipe is not None and _home(self, "prediction_step") != "transformers.Trainer":
             self.pipe.sync_model()  # what is overridden may use self.model, as generation does
-        return super().evaluation_loop(undivided(dataloader), *args, **kwargs)  # type: ignore[misc]
+        return super().evaluation_loop(undivided(dataloader), *args, **kwargs)
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
         """Return loss, outputs and labels of a batch, from the pipeline while it trains.  Collective."""
-        own: Any = self
         if self.pipe is not None:
-            labelled = bool(own.label_names) and all(inputs.get(name) is not None for name in own.label_names)
+            labelled = bool(self.label_names) and all(inputs.get(name) is not None for name in self.label_names)
             self._model.loss_only = bool(prediction_loss_only) and labelled
-        return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)  # type: ignore[misc]
+        return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
 
     def _gathered(self, found: Any, *args: Any, **kwargs: Any) -> Any:
         """Return what all ranks have, cut as the results of a single process: the trainer repeats the loss of the
         last batch for as many rows as a full one has."""
-        own: Any = self
-        state = own.accelerator.gradient_state
+        state = self.accelerator.gradient_state
         if not state.end_of_dataloader or state.remainder <= 0:
             return found
         return tree_map(lambda value: value[: state.remainder], found)
@@ -253,24 +242,22 @@ class PipelineMixin:
         """Save the whole model from rank 0.  Collective."""
         if self.pipe is not None:
             self.pipe.sync_model()
-        super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+        super().save_model(output_dir, _internal_call)
 
     def _load_best_model(self) -> None:
         self._leave()
-        super()._load_best_model()  # type: ignore[misc]
+        super()._load_best_model()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        own: Any = self
         assert self.pipe is not None
-        self.pipe.save(Path(output_dir) / STATE, _plain(own.optimizer), own.lr_scheduler, keep=1)
+        self.pipe.save(Path(output_dir) / STATE, _plain(self.optimizer), self.lr_scheduler, keep=1)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        own: Any = self
         if checkpoint is None:
             return
         if os.path.isdir(Path(checkpoint) / STATE):
             assert self.pipe is not None
-            self.pipe.load(Path(checkpoint) / STATE, _plain(own.optimizer), own.lr_scheduler)
+            self.pipe.load(Path(checkpoint) / STATE, _plain(self.optimizer), self.lr_scheduler)
         elif os.path.exists(Path(checkpoint) / "optimizer.pt"):
             raise refused(
                 f"{checkpoint} is a checkpoint of a plain Trainer",
@@ -279,14 +266,13 @@ class PipelineMixin:
             )  # of a model alone (save_only_model) there is nothing to load, without a pipeline neither
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        own: Any = self
         if checkpoint is not None:
-            name = f"rng_state_{own.args.process_index}.pth" if own.args.world_size > 1 else "rng_state.pth"
+            name = f"rng_state_{self.args.process_index}.pth" if self.args.world_size > 1 else "rng_state.pth"
             saved = [Path(checkpoint) / one for one in (name, "rng_state.pth", "rng_state_0.pth")]
             first = next((path for path in saved if path.exists()), saved[0])
             if first is not saved[0]:  # of another number of ranks, which all drew the same
                 shutil.copyfile(first, saved[0])
-        super()._load_rng_state(checkpoint)  # type: ignore[misc]
+        super()._load_rng_state(checkpoint)
 
 
 REPLACED = (

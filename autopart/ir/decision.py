@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from autopart.ir.actions import COMPUTE, parse_action
 from autopart.ir.errors import PlanError, ProgramError, printable, shortened
@@ -69,7 +70,9 @@ class Decision:
 
     def __str__(self) -> str:
         """Return one line; the plan file has all of it."""
-        stages = [f"{_what(s)} on {shortened(', '.join(map(str, s.ranks)), 20)}" for s in self.stages]
+        what = [printable(module_range(stage.modules)) or f"{len(stage.ops)} ops" for stage in self.stages]
+        ranks = [shortened(", ".join(map(str, stage.ranks)), 20) for stage in self.stages]
+        stages = [f"{ops} on {where}" for ops, where in zip(what, ranks, strict=True)]
         shown = stages if len(stages) <= 6 else [*stages[:5], "...", stages[-1]]
         rows = shortened(" ".join(map(str, dict.fromkeys(self.micro_rows))), 20)
         count = len(self.micro_rows)
@@ -92,11 +95,6 @@ class Decision:
     def stages_of_rank(self, rank: int) -> tuple[int, ...]:
         """Return the stages that a rank runs, ascending; () for a rank that idles."""
         return tuple(index for index, stage in enumerate(self.stages) if rank in stage.ranks)
-
-
-def _what(stage: Stage) -> str:
-    """Return the modules of a stage, else the number of its ops."""
-    return printable(module_range(stage.modules)) or f"{len(stage.ops)} ops"
 
 
 def check_decision(decision: Decision, graph: Graph | None = None) -> Decision:
@@ -281,3 +279,9 @@ def _check_updates(graph: Graph, have: list[set[str]]) -> None:
                 why="each stage has its own copy: another stage would read a stale one",
                 fix=f"keep {', '.join(sorted(uses))} in one stage",
             )
+
+
+def listed_runs(lengths: tuple[int, ...]) -> str:
+    """Write 128, 128, 64 as "128x2 64"."""
+    runs = [(length, len(list(same))) for length, same in groupby(lengths)]
+    return " ".join(f"{length}x{times}" if times > 1 else f"{length}" for length, times in runs)

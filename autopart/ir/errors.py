@@ -48,14 +48,8 @@ class AutopartError(Exception):
 
     def __init__(self, what: str, *, where: str = "", why: str = "", fix: str = "") -> None:
         self.what, self.where, self.why, self.fix = (printable(text, keep="\n\t") for text in (what, where, why, fix))
-        super().__init__(self._text())
-
-    def _text(self) -> str:
-        lines = [self.what]
-        for label, text in (("where", self.where), ("why", self.why), ("fix", self.fix)):
-            if text:
-                lines.append(f"  {label}: {text}")
-        return "\n".join(lines)
+        more = {"where": self.where, "why": self.why, "fix": self.fix}
+        super().__init__("\n".join([self.what, *(f"  {label}: {text}" for label, text in more.items() if text)]))
 
     def __reduce__(self) -> tuple[object, ...]:
         return functools.partial(type(self), where=self.where, why=self.why, fix=self.fix), (self.what,)
@@ -182,13 +176,12 @@ def printed(error: AutopartError, trace: TracebackType | None) -> str:
 
 def _users_frames(trace: TracebackType | None) -> list[str]:
     """Return the frames of a traceback that are neither ours nor torch's nor Python's, as text."""
-    own = [frame for frame in traceback.extract_tb(trace) if _is_users(frame.filename)]
+    own = []
+    for frame in traceback.extract_tb(trace):
+        library = frame.filename.startswith(PYTHON) and "site-packages" not in frame.filename
+        if not (library or frame.filename.startswith(HOME) or TORCH in frame.filename):
+            own.append(frame)
     return ["Traceback (most recent call last):\n", *traceback.format_list(own)] if own else []
-
-
-def _is_users(path: str) -> bool:
-    library = path.startswith(PYTHON) and "site-packages" not in path
-    return not (library or path.startswith(HOME) or TORCH in path)
 
 
 def _print_like_this() -> None:

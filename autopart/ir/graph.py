@@ -1,4 +1,4 @@
-"""What is computed: a sequence of ops over named values, at the size of one micro-batch.
+"""What is computed: a sequence of ops over named values, at the size of one micro-batch, and what each op costs.
 
 A captured op that returns several tensors and the calls that pick one of them are one op here, so that no cut can fall
 between them.  `Op.parts` lists the captured ops that an op stands for, so coarsening gives a graph again.
@@ -10,14 +10,67 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
-from autopart.ir.cost import Cost
 from autopart.ir.errors import GraphError
-from autopart.ir.size import Size
-from autopart.ir.size import check as check_size
 
 Literal = None | bool | int | float | str | tuple["Literal", ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """The size of a micro-batch.
+
+    rows: entries along the batch axis, at least 1.  tokens: entries along the sequence axis; None: whole sequences of
+    any length.
+    """
+
+    rows: int
+    tokens: int | None = None
+
+    def __str__(self) -> str:
+        """Return a text such as "1 row" or "4 rows of 128 tokens"."""
+        rows = _many(self.rows, "row")
+        return rows if self.tokens is None else f"{rows} of {_many(self.tokens, 'token')}"
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Time, work and memory of one op for one micro-batch.
+
+    fwd_ns, bwd_ns: nanoseconds of the forward and of the whole backward (input and weight part).
+    saved_bytes: bytes kept from forward to backward.  scratch_bytes: bytes needed only while it runs.
+    flops: floating point operations of the forward.  tail_ns: nanoseconds at the end of the forward of a block of ops
+    whose results its backward does not need; 0 for a single op.  weight_ns: the part of bwd_ns that only makes
+    gradients of weights, and can wait.  weight_bytes: bytes kept until it runs, where the backward has two parts.
+    """
+
+    fwd_ns: int = 0
+    bwd_ns: int = 0
+    saved_bytes: int = 0
+    scratch_bytes: int = 0
+    flops: int = 0
+    tail_ns: int = 0
+    weight_ns: int = 0
+    weight_bytes: int = 0
+
+    def __add__(self, other: Cost) -> Cost:
+        """Return the cost of running both, one after the other."""
+        return Cost(
+            self.fwd_ns + other.fwd_ns,
+            self.bwd_ns + other.bwd_ns,
+            self.saved_bytes + other.saved_bytes,
+            max(self.scratch_bytes, other.scratch_bytes),
+            self.flops + other.flops,
+            other.tail_ns,
+            self.weight_ns + other.weight_ns,
+            self.weight_bytes + other.weight_bytes,
+        )
+
+    @property
+    def total_ns(self) -> int:
+        """Nanoseconds of forward and backward."""
+        return self.fwd_ns + self.bwd_ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +272,7 @@ def check(graph: Graph) -> Graph:
     4. There is at least one row, and no value has negative bytes.
     Raises GraphError with the ops around the first violation.
     """
-    check_size(graph.size)
+    _check_size(graph.size)
     _unique("value", (v.name for v in graph.values))
     _unique("parameter", (p.name for p in graph.params))
     _unique("op", (o.name for o in graph.ops))
@@ -228,7 +281,9 @@ def check(graph: Graph) -> Graph:
     ready = set(graph.inputs)
     for place, op in enumerate(graph.ops):
         for problem in _op_problems(op, known, params, ready):
-            raise GraphError(f"op {op.name}: {problem}", where=op.where, why=_neighbourhood(graph, place))
+            near = graph.ops[max(0, place - 5) : place + 6]
+            lines = [f"\n    {o.name} = {o.target}({', '.join(o.reads + o.params)})" for o in near]
+            raise GraphError(f"op {op.name}: {problem}", where=op.where, why="".join(lines))
         ready.update(op.writes)
     for name in graph.outputs:
         if name not in ready:
@@ -240,6 +295,22 @@ def check(graph: Graph) -> Graph:
         if value_.size_bytes < 0:
             raise GraphError(f"value {value_.name} has size {value_.size_bytes}")
     return graph
+
+
+def check_cost(cost: Cost) -> Cost:
+    """Check that every field is a non-negative integer, and return the cost.  Raises GraphError."""
+    for each in fields(cost):
+        amount = getattr(cost, each.name)
+        if not isinstance(amount, int) or amount < 0:
+            raise GraphError(f"cost field {each.name} is {amount!r}", why="costs are non-negative integers")
+    return cost
+
+
+def _check_size(size: Size) -> None:
+    """Check that there is at least one row, and one token if tokens are counted.  Raises GraphError."""
+    for name, count in (("rows", size.rows), ("tokens", size.tokens)):
+        if count is not None and (type(count) is not int or count < 1):
+            raise GraphError(f"a size has {count!r} {name}", why="it needs at least one")
 
 
 def _op_problems(op: Op, known: set[str], params: set[str], ready: set[str]) -> Iterable[str]:
@@ -262,11 +333,6 @@ def _unique(what: str, names: Iterable[str]) -> None:
         if name in seen:
             raise GraphError(f"{what} {name} is defined twice")
         seen.add(name)
-
-
-def _neighbourhood(graph: Graph, place: int, around: int = 5) -> str:
-    lines = graph.ops[max(0, place - around) : place + around + 1]
-    return "\n" + "\n".join(f"    {o.name} = {o.target}({', '.join(o.reads + o.params)})" for o in lines)
 
 
 def stage_modules(stages: Sequence[Sequence[str]], graph: Graph) -> tuple[tuple[str, ...], ...]:
@@ -296,3 +362,7 @@ def _layer(op: Op) -> str:
         if part.isdigit():
             return ".".join(parts[: i + 1])
     return op.module
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"

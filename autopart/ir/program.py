@@ -79,7 +79,7 @@ class Program:
     stage owns it.  slices: number of slices of each sequence.  divisions: how the ranks of each stage divide
     micro-batches; empty if all have equal shares of the rows.  owners: stages whose replicas share the optimizer state.
     statistics: stages whose replicas share batch statistics in every compute.  posting: for each rank its exchanges in
-    the order in which it posts them; empty if the transport may post messages ahead (`passes.program.posting`).
+    the order in which it posts them; empty if the transport may post messages ahead (`passes.program.messages`).
     rhythm: of asynchronous training; nothing then happens once a step.  forward_only: stages without a backward, whose
     optimizer does nothing.  unsummed: stages whose replicas have nothing to sum: no gradients, no new buffers.
     """
@@ -201,7 +201,7 @@ class Program:
                 arrived.setdefault((action.peer, slot.micro, slot.slice, kind.way), []).append(received)
             elif kind.role == COMPUTE and all_of[slot.stage]:
                 messages = arrived.pop((slot.stage, slot.micro, slot.slice, kind.way), [])
-                messages.sort(key=_peer)
+                messages.sort(key=lambda message: message.peer or 0)
                 for part in players:
                     part.extend(messages)
             for part in players:
@@ -302,7 +302,3 @@ def linked_stages(tied: Sequence[tuple[str, tuple[int, ...]]]) -> tuple[tuple[in
         joined = set(stages).union(*(group for group in groups if not group.isdisjoint(stages)))
         groups = [group for group in groups if group.isdisjoint(stages)] + [joined]
     return tuple(sorted(tuple(sorted(group)) for group in groups))
-
-
-def _peer(message: Action) -> int:
-    return message.peer or 0

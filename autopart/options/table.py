@@ -4,10 +4,11 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,10 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 from autopart.capture.trace.export import LossFn
 from autopart.costs.sources import COST_SOURCES, CostSource
 from autopart.files.schedule_csv import read_schedule_csv
+from autopart.ir.errors import UsageError
 from autopart.ir.plan import Plan, Precision
 from autopart.ir.program import MAX_BUCKET_BYTES
 from autopart.ir.shares import POLICIES, Policy
-from autopart.options.row import Values, one_of, option
 from autopart.passes.program.given import given_schedule
 from autopart.passes.program.orders import Schedule
 from autopart.passes.program.schedules import names, register
@@ -28,6 +29,68 @@ from autopart.passes.search.space import PER_RANK, Watch
 from autopart.runtime.group.world import transports
 
 PlanLike = Plan | str | os.PathLike[str]
+
+# ---- what stands in a row --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """The possible values of an option: words, and others.
+
+    check: whether a value that is not one of the words is possible.  fix: what to use instead of one that is not; "" to
+    list the words.  convert: brings a value to the form of its field; one that it cannot is left to the check.  words:
+    or a function that returns them, where users may add some.  auto: whether "auto" stands for None.
+    """
+
+    check: Callable[[Any], bool] = lambda value: False
+    fix: str = ""
+    convert: Callable[[Any], Any] = lambda value: value
+    words: Iterable[str] | Callable[[], Iterable[str]] = ()
+    auto: bool = False
+
+    def leaves_open(self, value: Any) -> bool:
+        """Return whether a value leaves the option at its default."""
+        return value is None or (self.auto and isinstance(value, str) and value == "auto")
+
+    def choices(self) -> tuple[str, ...]:
+        """Return the words; () for an option without."""
+        return tuple(self.words() if callable(self.words) else self.words)
+
+    def read(self, name: str, value: Any) -> Any:
+        """Return a value of the option `name` in the form of its field.  Raises UsageError for an impossible one."""
+        value, known = self.convert(value), self.choices()
+        if self.check(value) or value in known:
+            return value
+        if self.fix:
+            raise UsageError(f"{name} is {value!r}", fix=self.fix)
+        near = difflib.get_close_matches(str(value).lower(), known, n=1)
+        advice = f"did you mean {near[0]!r}? " if near else ""
+        other = ", or a function of your own" if self.check is callable else ""
+        raise UsageError(f"unknown {name} {value!r}", fix=f"{advice}use one of {', '.join(known)}{other}")
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """The row of an option: all that is said of it besides name, type and default.
+
+    text: its meaning, for docstrings and the help of its flag.  planned: whether a plan decides it.  group: the heading
+    of the group of options that begins with it.
+    """
+
+    text: str
+    values: Values
+    planned: bool = False
+    group: str = ""
+
+
+ANYTHING = Values(lambda value: True)
+
+
+def option(text: str, values: Values = ANYTHING, *, default: Any = None, planned: bool = False, group: str = "") -> Any:
+    """Return the field of an option.  default: its value, or the type that makes it.  The rest: as in `Option`."""
+    made = {"default_factory": default} if default is dict else {"default": default}
+    return field(**made, metadata={"option": Option(text, values, planned, group)})
+
 
 # ---- forms and checks ------------------------------------------------------------------------------------------------
 
@@ -39,10 +102,6 @@ _PRECISIONS = {
     "fp16": ("float16", "half", "16-mixed", "fp16-mixed", torch.float16),
 }
 """The other names that torch and other libraries give to each precision."""
-
-
-def _precision(value: Any) -> Any:
-    return next((name for name, others in _PRECISIONS.items() if value in others), value)
 
 
 def _schedule(value: Any) -> Any:
@@ -127,7 +186,10 @@ class Options:
     precision: Precision | None = option(
         '"fp32" runs the model as it is, "bf16" and "fp16" run it as under torch.autocast; default: the precision of '
         'plan=, else "fp32"',
-        Values(convert=_precision, words=_PRECISIONS),
+        Values(
+            convert=lambda value: next((name for name, others in _PRECISIONS.items() if value in others), value),
+            words=_PRECISIONS,
+        ),
     )
     optimizer: Any = option(
         "optimizer whose state is charged to memory: a class, a function of the parameters, an optimizer, or "
@@ -220,7 +282,7 @@ class Options:
     replica_policy: Policy | None = option(
         '"split" gives each replica a share of the rows of every micro-batch, "turn" gives replicas whole '
         'micro-batches, round robin; default: "split"',
-        one_of(*POLICIES),
+        Values(words=POLICIES),
         planned=True,
         group="Replicas",
     )
@@ -268,13 +330,13 @@ class Options:
     )
     loss_reduction: str = option(
         'how the losses of rows combine: "auto" derives it; "mean", "sum", "token-mean" are checked',
-        one_of("auto", "mean", "sum", "token-mean"),
+        Values(words=("auto", "mean", "sum", "token-mean")),
         default="auto",
     )
     non_finite: str = option(
         'what a step does when a gradient is infinite or NaN on any rank: "skip" adds nothing and sets '
         '`Pipe.skipped`, "raise" raises NonFiniteError, "auto" skips in fp16 and otherwise does not check',
-        one_of("auto", "skip", "raise"),
+        Values(words=("auto", "skip", "raise")),
         default="auto",
     )
     seed: int = option(
@@ -296,7 +358,7 @@ class Options:
     backend: str = option(
         'what runs the ops of a stage: "eager"; "inductor", which compiles them (needs a C++ compiler for CPUs, '
         "Triton for CUDA; what cannot be compiled runs eagerly, with a warning)",
-        one_of("eager", "inductor"),
+        Values(words=("eager", "inductor")),
         default="eager",
     )
     weights: str | None = option(

@@ -30,12 +30,12 @@ from autopart.capture.trace.export import LossFn, loss_of, scalar
 from autopart.capture.trained import Trained
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import UsageError
-from autopart.ir.explain import table_lines
 from autopart.ir.graph import Graph
 from autopart.options import Options
 from autopart.passes.program.schedules import find
 from autopart.pipe.pipe import Pipe
 from autopart.planning.derive.reduction import couples_rows, coupling_ops
+from autopart.report.plan_table import table_lines
 from autopart.runtime.tensors import dense
 from autopart.session.ranks.agreement import from_rank
 from autopart.session.step.loss_shares import whole_shares

@@ -21,7 +21,7 @@ from autopart.pipe.facts import Facts
 from autopart.pipe.forward import fact, verb
 from autopart.pipe.rows import EXTRAS, OfExtras
 from autopart.pipe.state import State
-from autopart.report.page.notebook import plan_fragment
+from autopart.report.page.page import plan_fragment
 from autopart.runtime.group.world import World
 from autopart.session.lists import Samples
 from autopart.state.core import Core

@@ -20,16 +20,14 @@ from autopart.capture.trace.autocast import is_stand_in
 from autopart.capture.trace.gradients import require_something_to_train
 from autopart.costs.optimizer_state import narrowest_bytes, state_factor
 from autopart.costs.sources import CostedGraph, costed, source_for
-from autopart.files.caches.plan_cache import find_plan, keep_plan, planner_digest
+from autopart.files.caches import find_plan, keep_plan, planner_digest
 from autopart.files.plans import VERSION, load_plan, match_plan
 from autopart.ir.cluster import Cluster
 from autopart.ir.device_kinds import DEVICE_KINDS
 from autopart.ir.errors import AutopartError, CaptureError, InfeasibleError, PlanError, RefusedError, UsageError
-from autopart.ir.graph import Graph, LossReduction
-from autopart.ir.outlook import Alternative
-from autopart.ir.plan import Plan, Precision
+from autopart.ir.graph import Graph, LossReduction, Size
+from autopart.ir.plan import Alternative, Plan, Precision
 from autopart.ir.program import BUCKET_BYTES
-from autopart.ir.size import Size
 from autopart.options import Options
 from autopart.passes.graph.module_groups import wanted_groups
 from autopart.passes.ops.cost_model import CostModel

@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import CaptureError, InfeasibleError, RefusedError, UsageError
-from autopart.ir.graph import LossReduction
+from autopart.ir.graph import LossReduction, Size
 from autopart.ir.plan import Plan
 from autopart.ir.shares import parts
-from autopart.ir.size import Size
 from autopart.options import Options
 from autopart.planning.derive.family import ProgramFamily
 from autopart.planning.derive.reduction import WHOLE, couples_rows, loss_reduction

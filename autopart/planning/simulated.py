@@ -8,9 +8,9 @@ from autopart.costs.optimizer_state import narrowest_bytes, state_factor
 from autopart.costs.sources import COST_SOURCES, costed
 from autopart.ir.cluster import Cluster
 from autopart.ir.device_kinds import DEVICE_KINDS
+from autopart.ir.graph import Size
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program
-from autopart.ir.size import Size
 from autopart.ir.timeline import Timeline
 from autopart.options import Options
 from autopart.passes.ops.cost_model import CostModel

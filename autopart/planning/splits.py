@@ -5,7 +5,7 @@ from __future__ import annotations
 from autopart.batch.batch import Batch, split_rows
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import UsageError
-from autopart.ir.size import Size
+from autopart.ir.graph import Size
 from autopart.options import Options
 
 MOST_MICRO_BATCHES = 1 << 16

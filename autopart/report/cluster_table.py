@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from autopart.ir.cluster import UNMEASURED, Cluster, Device, Level
-from autopart.ir.explain import table_lines
+from autopart.report.plan_table import table_lines
 
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 

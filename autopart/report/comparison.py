@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass, field
 
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import AutopartError
-from autopart.ir.explain import table_lines
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan
+from autopart.report.plan_table import table_lines
 
 GIB = 2**30
 
@@ -37,42 +37,6 @@ class Throughput:
     limit_bytes: int
     price_per_step: float
 
-    @property
-    def price_of_a_million(self) -> float:
-        """Price of a million tokens, or of a million rows where there are no sequences."""
-        per_s = self.tokens_per_s or self.rows_per_s
-        return self.price_per_step / self.step_s / per_s * 1e6
-
-
-def throughput(
-    plan: Plan, graph: Graph, cluster: Cluster, tokens: int | None, by_dtype: Mapping[str, int]
-) -> Throughput:
-    """Return what a plan delivers on its cluster.
-
-    graph: the captured graph of the plan.  tokens: of each sequence, None for other batches.  by_dtype: FLOPs of the
-    model at the size of the graph (`model_flops`).  The plan has estimates.
-    """
-    seconds = plan.step_ns / 1e9
-    rows = sum(plan.micro_rows)
-    flops = sum(by_dtype.values()) * rows // graph.rows
-    peak = sum(device.rate(max(by_dtype, key=by_dtype.__getitem__)) for device in cluster.devices)
-    memory = [
-        (cluster.least_memory_bytes(stage.ranks), estimate.peak_bytes)
-        for stage, estimate in zip(plan.stages, plan.estimates, strict=True)
-    ]
-    limit_bytes, peak_bytes = min(memory, key=lambda each: each[0] - each[1])
-    price = sum(device.price_per_hour for device in cluster.devices) / 3600 * seconds
-    return Throughput(
-        step_s=seconds,
-        rows_per_s=rows / seconds,
-        tokens_per_s=rows * (tokens or 0) / seconds,
-        flops=flops,
-        mfu=flops / (peak * seconds),
-        peak_bytes=peak_bytes,
-        limit_bytes=limit_bytes,
-        price_per_step=price,
-    )
-
 
 @dataclass(frozen=True)
 class Answer:
@@ -80,7 +44,7 @@ class Answer:
 
     name: what was asked.  tokens: of each sequence, None for batches without sequences.  plan, graph: the plan and the
     captured graph that it is for, both None if refused says why.  flops: of the model at the size of that graph, by
-    dtype.
+    dtype (`model_flops`).
     """
 
     name: str
@@ -93,15 +57,34 @@ class Answer:
 
     def delivered(self) -> Throughput | None:
         """Return what the plan delivers; None without one, or without its simulated step."""
-        if self.plan is None or self.graph is None or not self.plan.step_ns or not self.plan.estimates:
+        plan = self.plan
+        if plan is None or self.graph is None or not plan.step_ns or not plan.estimates:
             return None
-        return throughput(self.plan, self.graph, self.cluster, self.tokens, self.flops)
+        seconds, rows, devices = plan.step_ns / 1e9, sum(plan.micro_rows), self.cluster.devices
+        flops = sum(self.flops.values()) * rows // self.graph.rows
+        peak = sum(device.rate(max(self.flops, key=self.flops.__getitem__)) for device in devices)
+        memory = [
+            (self.cluster.least_memory_bytes(stage.ranks), estimate.peak_bytes)
+            for stage, estimate in zip(plan.stages, plan.estimates, strict=True)
+        ]
+        limit_bytes, peak_bytes = min(memory, key=lambda each: each[0] - each[1])
+        return Throughput(
+            step_s=seconds,
+            rows_per_s=rows / seconds,
+            tokens_per_s=rows * (self.tokens or 0) / seconds,
+            flops=flops,
+            mfu=flops / (peak * seconds),
+            peak_bytes=peak_bytes,
+            limit_bytes=limit_bytes,
+            price_per_step=sum(device.price_per_hour for device in devices) / 3600 * seconds,
+        )
 
 
 def comparison_table(answers: Sequence[Answer], column: str) -> str:
     """Return a line for each answer, and below why some have no plan.  column: the heading of their names."""
     rows = [_row(answer, column) for answer in answers]
-    header = [name for name in _longest(rows) if any(row.get(name) for row in rows)]
+    names = dict.fromkeys(name for row in rows for name in row)
+    header = [name for name in names if any(row.get(name) for row in rows)]
     lines = table_lines([header, *([row.get(name, "") for name in header] for row in rows)], [0, len(header) - 1])
     lines += [
         "simulated, not measured; memory: of the device with the least room",
@@ -118,22 +101,19 @@ def comparison_facts(answers: Sequence[Answer]) -> dict[str, object]:
     return {"answers": [_facts(answer) for answer in answers]}
 
 
-def _longest(rows: Sequence[Mapping[str, str]]) -> list[str]:
-    return list(dict.fromkeys(name for row in rows for name in row))
-
-
 def _row(answer: Answer, column: str) -> dict[str, str]:
     found = answer.delivered()
     if found is None or answer.plan is None:
         return {column: answer.name, "devices": str(answer.cluster.world), "step": "no plan"}
     used, limit = (f"{size / GIB:.3g}" for size in (found.peak_bytes, found.limit_bytes))
     many = "tokens" if answer.tokens else "rows"
-    price = f"{found.price_of_a_million:.4g}" if found.price_per_step else ""
+    delivered_per_s = found.tokens_per_s or found.rows_per_s
+    price = f"{found.price_per_step / found.step_s / delivered_per_s * 1e6:.4g}" if found.price_per_step else ""
     return {
         column: answer.name,
         "devices": str(answer.cluster.world),
         "step": f"{found.step_s:.3g} s",
-        f"{many}/s": f"{found.tokens_per_s or found.rows_per_s:,.0f}",
+        f"{many}/s": f"{delivered_per_s:,.0f}",
         "MFU": f"{found.mfu:.1%}",
         "bubble": f"{answer.plan.outlook.bubble:.1%}",
         "memory GiB": f"{used} of {limit}",

@@ -11,8 +11,8 @@ import torch
 from autopart.batch.batch import Batch
 from autopart.capture import CaptureCache
 from autopart.ir.cluster import Cluster
+from autopart.ir.graph import Size
 from autopart.ir.plan import Plan
-from autopart.ir.size import Size
 from autopart.options import Options
 from autopart.passes.program.routing import homes
 from autopart.planning.derive.reduction import BatchRule

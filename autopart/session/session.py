@@ -17,12 +17,12 @@ from autopart.capture import CaptureCache
 from autopart.capture.python.guards import tied_names
 from autopart.costs.sources import CostedGraph
 from autopart.ir.cluster import Cluster
-from autopart.ir.explain import summary
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan
 from autopart.ir.timeline import Span
 from autopart.options import Options
 from autopart.planning.make import Planned, read_plan
+from autopart.report.plan_table import summary
 from autopart.runtime.activity import set_activity, set_rank_label
 from autopart.runtime.group.world import World
 from autopart.runtime.tensors import LocalTensors, Values, broadcast_weights_if_different, without_values

@@ -11,11 +11,10 @@ from autopart.batch.batch import Batch
 from autopart.capture import CaptureCache, Captured
 from autopart.ir.actions import ACTIONS
 from autopart.ir.errors import RefusedError
-from autopart.ir.graph import Graph
+from autopart.ir.graph import Graph, Size
 from autopart.ir.plan import Decision, Stage
 from autopart.ir.program import Edge
 from autopart.ir.shares import RowLayout, parts
-from autopart.ir.size import Size
 from autopart.passes.program.orders import Shape
 from autopart.passes.program.routing import edges
 from autopart.passes.program.schedules import find, pattern

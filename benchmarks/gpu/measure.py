@@ -13,8 +13,7 @@ import torch.distributed as dist
 import autopart
 from autopart.batch.batch import flatten
 from autopart.capture import CaptureCache
-from autopart.ir.graph import Graph
-from autopart.ir.size import Size
+from autopart.ir.graph import Graph, Size
 from autopart.passes.ops.flops import backward_flops, flops
 from gpu.jobs import Answer, CannotRun, Job, reason
 from gpu.plans import PLANS, Running, device_of, plain_step

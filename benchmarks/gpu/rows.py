@@ -11,7 +11,7 @@ from common import spread
 
 from autopart.files.presets import DEVICES, NODES
 from autopart.ir.cluster import Cluster, Level
-from autopart.ir.explain import table_lines
+from autopart.report.plan_table import table_lines
 from gpu.jobs import FOLLOWED, Answer, Job
 from gpu.workloads import workload
 

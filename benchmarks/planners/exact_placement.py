@@ -28,7 +28,7 @@ import networkx as nx
 from ortools.sat.python import cp_model
 
 from autopart.ir.errors import InfeasibleError, UsageError
-from autopart.ir.outlook import Optimality
+from autopart.ir.plan import Optimality
 from autopart.passes.proof.exact import proved_bound
 from planners.placement import NEVER, Machine, Message, Placement, Problem, check, is_contiguous, loads
 

@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopart.ir.errors import InfeasibleError, UsageError
-from autopart.ir.outlook import Optimality
+from autopart.ir.plan import Optimality
 
 Ints = npt.NDArray[np.int64]
 

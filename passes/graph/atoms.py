@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from autopart.ir.cost import Cost
-from autopart.ir.graph import Graph, Op
+from autopart.ir.graph import Cost, Graph, Op
 
 HEAVY_SHARE = 50
 """A free op may take, with all it needs, at most 1/50 of the time of the graph, or CHEAP_NS."""

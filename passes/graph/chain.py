@@ -14,9 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from autopart.ir.cost import Cost
-from autopart.ir.graph import Graph
-from autopart.ir.size import Size
+from autopart.ir.graph import Cost, Graph, Size
 from autopart.passes.graph.cuts import Ints, crossing_bytes, entering_bytes, holding_bytes
 from autopart.passes.ops.cost_model import FIELDS, CostModel
 from autopart.passes.ops.table import keeps
@@ -37,7 +35,7 @@ class RangeCosts:
     crossing: Ints
 
     def ranges(self, field: str) -> Ints:
-        """[a, b]: the sum over the range of a cost, in its unit (`ir.cost`)."""
+        """[a, b]: the sum over the range of a cost, in its unit (`ir.graph.Cost`)."""
         sums = np.concatenate([[0], np.cumsum(self.blocks[FIELDS.index(field)])]).astype(np.int64)
         return np.asarray(sums[None, :] - sums[:, None])
 

@@ -19,9 +19,8 @@ from itertools import accumulate, pairwise, takewhile
 
 import networkx as nx  # type: ignore[import-untyped, unused-ignore]
 
-from autopart.ir.cost import Cost
 from autopart.ir.errors import UsageError
-from autopart.ir.graph import Graph, Op
+from autopart.ir.graph import Cost, Graph, Op
 from autopart.passes.graph.cuts import Ints, crossing_bytes, flows, segments
 
 

@@ -18,6 +18,7 @@ from autopart.ir.errors import UsageError
 from autopart.ir.graph import Graph, Op
 
 Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 
 
 def crossing_bytes(graph: Graph) -> Ints:

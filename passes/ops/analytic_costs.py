@@ -21,10 +21,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from autopart.ir.cluster import Device
-from autopart.ir.cost import Cost
 from autopart.ir.device_kinds import DEVICE_KINDS
-from autopart.ir.graph import Graph, Literal, Op, Param, Value
-from autopart.ir.size import Size
+from autopart.ir.graph import Cost, Graph, Literal, Op, Param, Size, Value
 from autopart.passes.ops.casts import cast_parameter, cast_values
 from autopart.passes.ops.flops import backward_flops, flops, operands, seen_share, shape_of
 from autopart.passes.ops.letters import added_operands

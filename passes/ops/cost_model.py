@@ -15,9 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopart.ir.cluster import Device
-from autopart.ir.cost import Cost
-from autopart.ir.graph import Graph
-from autopart.ir.size import Size
+from autopart.ir.graph import Cost, Graph, Size
 from autopart.passes.ops.analytic_costs import Pricing
 from autopart.passes.ops.resize import resize
 from autopart.passes.ops.weight_parts import with_weight_parts

@@ -13,8 +13,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from autopart.ir.errors import GraphError
-from autopart.ir.graph import Graph, Literal, Op, Value
-from autopart.ir.size import Size
+from autopart.ir.graph import Graph, Literal, Op, Size, Value
 
 
 class _NoLine(Exception):

@@ -25,8 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from autopart.ir.cost import Cost
-from autopart.ir.graph import Graph, Op, Param, Value
+from autopart.ir.graph import Cost, Graph, Op, Param, Value
 from autopart.passes.ops.casts import cast_parameter
 from autopart.passes.ops.flops import operands
 from autopart.passes.ops.table import row_of

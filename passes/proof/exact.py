@@ -25,7 +25,7 @@ from math import ceil
 
 from ortools.sat.python import cp_model
 
-from autopart.ir.outlook import Optimality
+from autopart.ir.plan import Optimality
 from autopart.passes.proof.pipeline_model import (
     PipelineModel,
     critical_path,

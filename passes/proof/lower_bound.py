@@ -2,9 +2,10 @@
 
 For any plan that cuts between the blocks of a chain, with any number of stages, replicas and any placement:
 
-    work      sum over stages of r_s * step >= M * sum of r_s * t_s >= M * t(all blocks, whole micro-batch)
-              since a device cannot be busy for longer than the step and a share of the rows takes at least its share
-              of the time; so step >= M * t / devices, of which a request that fixes stages or replicas leaves some idle
+    work      step * sum over working devices of w >= M * sum over blocks of min over types of devices of w * t
+              for any weights w >= 0 of the types, since a device cannot be busy for longer than the step and a share
+              of the rows takes at least its share of the time t of the whole micro-batch.  A request that fixes stages
+              or replicas leaves devices idle: then the heaviest ones count
     path      step >= the longest path of one micro-batch through the graph and back, each block on as many replicas as
               there can be; where a schedule may split backwards, without the part that makes gradients of weights
     chain     the pipeline latency of `partition` without everything that depends on the plan: no messages but their
@@ -29,8 +30,8 @@ from itertools import pairwise
 import numpy as np
 
 from autopart.ir.cluster import Cluster
-from autopart.ir.size import Size
-from autopart.passes.graph.cuts import Ints
+from autopart.ir.graph import Size
+from autopart.passes.graph.cuts import Floats, Ints
 from autopart.passes.search.partition import INFEASIBLE
 from autopart.passes.search.space import SearchSpace, fastest_times, gradient_edges, is_chain
 from autopart.passes.simulation.charges import optimizer_ns
@@ -70,12 +71,38 @@ def _bound(space: SearchSpace, cheap_bound: int, micro_rows: tuple[int, ...], or
 
 
 def work_bound(space: SearchSpace, micro_rows: tuple[int, ...]) -> int:
-    """Return the least nanoseconds that all devices together need, each of the fastest type."""
-    totals = []
-    for device_type in range(len(space.costs.device_types)):
-        costs = space.chain.range_costs(Size(max(micro_rows)), device_type)
-        totals.append(int((costs.blocks[0] + costs.blocks[1]).sum()))
-    return len(micro_rows) * min(totals) // most_devices(space, max(micro_rows))
+    """Return the least nanoseconds that all devices together need, whichever of them computes a block."""
+    types, rows = space.costs.device_types, max(micro_rows)
+    costs = [space.chain.range_costs(Size(rows), device_type).blocks for device_type in range(len(types))]
+    times = np.array([taken[0] + taken[1] for taken in costs], dtype=np.float64)
+    counts = np.array([space.costs.cluster.devices.count(device) for device in types])
+    return max(0, int(len(micro_rows) * _most_work(times, counts, most_devices(space, rows))))
+
+
+def _most_work(times: Floats, counts: Ints, most: int) -> float:
+    """Return sum over blocks of min over types of w * t, over the weights w of the `most` heaviest devices, for good w.
+
+    times: (types, blocks).  counts: devices of each type.  Weights begin as the rates of whole models and climb, a type
+    at a time, to where another type takes over some block: the ratio is concave in each.  O(types^2 * blocks).
+    """
+    if not times.sum(axis=1).all():
+        return 0.0
+
+    def ratio(weights: Floats) -> float:
+        heaviest = np.sort(np.repeat(weights, counts))[::-1][:most]
+        return float((weights[:, None] * times).min(axis=0).sum() / heaviest.sum())
+
+    weights = 1 / times.sum(axis=1)
+    best = max(ratio(weights), ratio(np.ones(len(times))))
+    for own in range(len(times)) if len(times) > 1 else ():
+        others = (np.delete(weights, own)[:, None] * np.delete(times, own, axis=0)).min(axis=0)
+        turns = np.divide(others, times[own], out=np.full(len(others), weights[own]), where=times[own] > 0)
+        for weight in np.quantile(turns, np.linspace(0, 1, 9)):
+            tried = weights.copy()
+            tried[own] = weight
+            if ratio(tried) > best:
+                best, weights = ratio(tried), tried
+    return best
 
 
 def slices_bound(space: SearchSpace) -> int:

@@ -30,8 +30,7 @@ from itertools import accumulate
 
 import networkx as nx  # type: ignore[import-untyped, unused-ignore]
 
-from autopart.ir.graph import Graph
-from autopart.ir.size import Size
+from autopart.ir.graph import Graph, Size
 from autopart.passes.program.orders import Shape
 from autopart.passes.program.schedules import find, in_flight
 from autopart.passes.search.evaluation import Evaluation

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from autopart.ir.cluster import Cluster
+from autopart.ir.decision import listed_runs
 from autopart.ir.errors import InfeasibleError
-from autopart.ir.explain import listed_runs
 from autopart.ir.graph import Graph, Op
-from autopart.ir.outlook import Alternative
+from autopart.ir.plan import Alternative
 from autopart.passes.search.evaluation import Candidate, Evaluation, evaluate
 from autopart.passes.search.layout import Layout
 from autopart.passes.search.space import PlanRequest, SearchSpace
@@ -206,6 +207,7 @@ def _change(space: SearchSpace, retry: Retry, nearest: Evaluation | None) -> str
 
 
 def _relaxations(space: SearchSpace, nearest: Evaluation | None) -> Iterator[tuple[str, PlanRequest, Cluster]]:
+    """Yield changes: of what the request fixes, an option at a time before all of them, and only then of devices."""
     request, cluster = space.request, space.costs.cluster
     if request.recompute == "off":
         yield 'allow recompute="auto"', replace(request, recompute="auto", recomputed=()), cluster
@@ -213,15 +215,11 @@ def _relaxations(space: SearchSpace, nearest: Evaluation | None) -> Iterator[tup
         yield 'allow zero="auto"', replace(request, zero="auto"), cluster
     if request.schedule not in ("auto", "1f1b"):
         yield 'use schedule="1f1b"', replace(request, schedule="1f1b"), cluster
-    if request.stages is not None and not request.cuts:
-        left = " and ".join(("stages", *_settled(request)))
-        yield f"leave {left} to the planner", replace(request, stages=None, pins={}, replicas=None), cluster
+    for names in _fixed(request):
+        yield f"leave {' and '.join(names)} to the planner", _without(request, names), cluster
     rows = sum(request.micro_rows[0])
     if 1 < rows <= 4096 and (1,) * rows not in request.micro_rows:
         yield f"use micro_batches={rows}", replace(request, micro_rows=((1,) * rows,)), cluster
-    if request.cuts or request.pins or request.together:
-        free = replace(request, cuts=(), pins={}, together=(), stages=None, replicas=None)
-        yield "drop cuts, pins and what is kept together", free, cluster
     if request.state_factor:
         yield "use an optimizer without state (SGD)", replace(request, state_factor=0.0), cluster
     for factor in (2, 4):
@@ -230,18 +228,32 @@ def _relaxations(space: SearchSpace, nearest: Evaluation | None) -> Iterator[tup
             devices=cluster.devices * factor,
             levels=(*cluster.levels[:-1], replace(cluster.levels[-1], size=cluster.levels[-1].size * factor)),
         )
-        left = " and ".join((*(["stages"] if request.stages is not None else []), *_settled(request)))
-        text = f"use {more.world} such devices" + (f", and leave {left} to the planner" if left else "")
-        yield text, replace(request, stages=None, pins={}, replicas=None), more
+        names = next(reversed(_fixed(request)), ())
+        left = f", and leave {' and '.join(names)} to the planner" if names else ""
+        yield f"use {more.world} such devices{left}", _without(request, names), more
     if nearest is not None:
         larger = tuple(replace(d, memory_bytes=d.memory_bytes + nearest.over_bytes) for d in cluster.devices)
         need = max(d.memory_bytes for d in larger)
         yield f"use devices with {mib(need)}", request, replace(cluster, devices=larger)
 
 
-def _settled(request: PlanRequest) -> list[str]:
-    """Return the options that name stages by their number."""
-    return [name for name, asked in (("pins", request.pins), ("replicas", request.replicas)) if asked]
+_FREE: Mapping[str, Any] = {"replicas": None, "stages": None, "pins": {}, "together": (), "cuts": ()}
+"""What a request may fix of the stages, and the value that leaves it to the planner."""
+
+
+def _without(request: PlanRequest, names: Iterable[str]) -> PlanRequest:
+    return replace(request, **{name: _FREE[name] for name in names})
+
+
+def _fixed(request: PlanRequest) -> list[tuple[str, ...]]:
+    """Return the sets of options to leave to the planner: each, with those that number its stages, then all."""
+    asked = tuple(name for name in _FREE if getattr(request, name))
+    numbered = {"pins", "replicas"} if isinstance(request.replicas, tuple) else {"pins"}
+    each = [
+        tuple(name for name in asked if name == one or (one in ("stages", "cuts") and name in numbered))
+        for one in asked
+    ]
+    return list(dict.fromkeys([*each, asked])) if asked else []
 
 
 def _place(block: Op, end: int, modules: Mapping[str, str]) -> str:

@@ -29,8 +29,8 @@ import numpy as np
 
 from autopart.ir.cluster import Cluster
 from autopart.ir.decision import Decision, Stage
+from autopart.ir.graph import Size
 from autopart.ir.shares import MOST_SHARES, division, parts
-from autopart.ir.size import Size
 from autopart.passes.graph.cuts import Ints
 from autopart.passes.simulation.stage_costs import Estimator
 

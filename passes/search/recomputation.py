@@ -25,9 +25,9 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from autopart.ir.decision import Decision, Stage
+from autopart.ir.graph import Size
 from autopart.ir.plan import Estimate
 from autopart.ir.program import Edge
-from autopart.ir.size import Size
 from autopart.passes.graph.cuts import Ints
 from autopart.passes.program.orders import Shape
 from autopart.passes.search.space import SearchSpace

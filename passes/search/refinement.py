@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, pairwise, permutations, product
 from typing import NamedTuple
 
-from autopart.ir.size import Size
+from autopart.ir.graph import Size
 from autopart.passes.search.evaluation import Candidate, Evaluation, Search, fitted
 from autopart.passes.search.recomputation import Fitted
 from autopart.passes.search.space import SearchSpace

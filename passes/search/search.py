@@ -19,7 +19,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from autopart.ir.size import Size
+from autopart.ir.graph import Size
 from autopart.passes.graph.cuts import Ints
 from autopart.passes.search.evaluation import Candidate, Evaluation, Proposal, Search
 from autopart.passes.search.layout import layouts

@@ -19,10 +19,9 @@ import numpy.typing as npt
 
 from autopart.ir.decision import Stage
 from autopart.ir.errors import UsageError
-from autopart.ir.graph import Graph
+from autopart.ir.graph import Graph, Size
 from autopart.ir.program import BUCKET_BYTES
 from autopart.ir.shares import Policy
-from autopart.ir.size import Size
 from autopart.passes.graph.chain import BlockChain
 from autopart.passes.graph.coarsen import coarsen
 from autopart.passes.graph.cuts import Ints, forced_bounds, module_span

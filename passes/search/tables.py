@@ -23,8 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from autopart.ir.device_kinds import DEVICE_KINDS
+from autopart.ir.graph import Size
 from autopart.ir.program import MESSAGES_AHEAD
-from autopart.ir.size import Size
 from autopart.passes.graph.chain import RangeCosts, largest
 from autopart.passes.graph.cuts import Ints
 from autopart.passes.ops.cost_model import FIELDS

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from autopart.ir.graph import Size
 from autopart.ir.plan import Decision, Estimate, Outlook
 from autopart.ir.program import Edge, Program
-from autopart.ir.size import Size
 from autopart.ir.timeline import Timeline
 from autopart.passes.program.orders import Shape
 from autopart.passes.program.routing import Tied

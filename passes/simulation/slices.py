@@ -32,9 +32,8 @@ import numpy as np
 import numpy.typing as npt
 
 from autopart.ir.cluster import Device
-from autopart.ir.cost import Cost
 from autopart.ir.device_kinds import DEVICE_KINDS
-from autopart.ir.graph import Graph
+from autopart.ir.graph import Cost, Graph
 from autopart.passes.ops.analytic_costs import added_ns
 from autopart.passes.ops.flops import seen_share
 from autopart.passes.tokens.lengths import Ints

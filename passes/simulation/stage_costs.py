@@ -11,9 +11,9 @@ import numpy as np
 
 from autopart.ir.actions import BACKWARD, FORWARD, HOLDING
 from autopart.ir.cluster import Cluster, Device
+from autopart.ir.graph import Size
 from autopart.ir.plan import Decision, Estimate, Stage
 from autopart.ir.program import Edge
-from autopart.ir.size import Size
 from autopart.passes.graph.cuts import Ints
 from autopart.passes.ops.cost_model import GraphCosts
 from autopart.passes.program.orders import Schedule, Shape, Turn

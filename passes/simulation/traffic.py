@@ -79,10 +79,11 @@ def p2p_load(
 def owners_load(cluster: Cluster, ranks: tuple[int, ...]) -> PortLoad:
     """Return the load of sums of gradients of which each rank gets an equal part, by a reduce for each bucket.
 
-    NCCL passes a bucket once around the ring.  Gloo scatters its sums over all ranks first, and its owner gathers them:
-    1 + 1 / n turns of the ring (counted on the wire for 2 to 8 ranks).  O(ranks).
+    NCCL passes a bucket once around the ring.  Gloo scatters its sums over all ranks first (one turn of the ring), then
+    its owner gathers them over its own port while the others wait, which takes as long as another turn: buckets of one
+    group follow each other.  O(ranks).
     """
-    return ring_load(cluster, ranks, 1 + 1 / len(ranks) if DEVICE_KINDS[cluster.kind].transport == "gloo" else 1)
+    return ring_load(cluster, ranks, 2 if DEVICE_KINDS[cluster.kind].transport == "gloo" else 1)
 
 
 def ring_load(cluster: Cluster, ranks: tuple[int, ...], turns: float) -> PortLoad:

@@ -86,6 +86,8 @@ def times(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = Non
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    if 2 * x.numel() * weight.shape[0] < _LEAST_FLOPS:  # before the view: a small product takes little longer than that
+        return linear(x, weight, bias)
     return _differentiable(_aten.linear.default, (x, weight, bias), x, weight.t(), bias)
 
 

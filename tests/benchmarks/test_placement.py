@@ -21,7 +21,7 @@ from planners.placement import (
 )
 
 from autopart.ir.errors import InfeasibleError, UsageError
-from autopart.ir.outlook import Optimality
+from autopart.ir.plan import Optimality
 
 FAST = Limits(seconds=20)
 

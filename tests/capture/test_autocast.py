@@ -21,7 +21,7 @@ from autopart.capture import CaptureCache, Captured
 from autopart.capture.capture import capture
 from autopart.capture.trace.autocast import autocast_for
 from autopart.ir.errors import CaptureError, UsageError
-from autopart.ir.size import Size
+from autopart.ir.graph import Size
 
 
 def gradients(captured: Captured, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, dict[str, Any]]:

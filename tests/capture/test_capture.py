@@ -22,7 +22,7 @@ from autopart.capture import CaptureCache, capture
 from autopart.capture.python.guards import CaptureWarning
 from autopart.capture.trace import lower
 from autopart.capture.trace.functional import functional_graph
-from autopart.ir.size import Size
+from autopart.ir.graph import Size
 from autopart.rng import keyed
 
 

@@ -13,7 +13,7 @@ import autopart
 from autopart.batch.batch import flatten
 from autopart.capture import capture
 from autopart.ir.errors import StageError
-from autopart.ir.size import Size
+from autopart.ir.graph import Size
 from autopart.passes.ops.table import has_row
 
 FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

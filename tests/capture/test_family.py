@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from autopart.batch.batch import Batch, flatten
 from autopart.capture import CaptureCache, Captured
 from autopart.ir.errors import GraphError, RefusedError
-from autopart.ir.size import Size
+from autopart.ir.graph import Size
 from autopart.planning.derive.family import another_size, capture_family
 
 

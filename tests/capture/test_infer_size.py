@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from autopart.batch.batch import Batch, flatten
 from autopart.capture import Captured, capture
-from autopart.ir.size import Size
+from autopart.ir.graph import Size
 from autopart.planning.derive.infer_size import infer_other_size, prime_batch_size
 
 

@@ -12,7 +12,7 @@ from torch import nn
 import autopart
 from autopart.batch.batch import flatten
 from autopart.capture import CaptureCache
-from autopart.ir.size import Size
+from autopart.ir.graph import Size
 
 ROWS, TOKENS, WIDTH = 4, 6, 8
 LOWEST = torch.finfo(torch.float32).min

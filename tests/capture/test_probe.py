@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import autopart
 from autopart.batch.batch import Batch, flatten
 from autopart.capture import Captured, capture
-from autopart.ir.size import Size
+from autopart.ir.graph import Size
 from autopart.planning.derive.probe import prove_rows, run
 from autopart.planning.derive.trial_data import resampled
 

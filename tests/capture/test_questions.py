@@ -20,7 +20,7 @@ from autopart.batch.batch import flatten
 from autopart.capture import CaptureCache, capture
 from autopart.capture.python.guards import CaptureWarning
 from autopart.ir.errors import CaptureError, RefusedError
-from autopart.ir.size import Size
+from autopart.ir.graph import Size
 
 ROWS, LENGTH, WIDTH = 6, 5, 8
 Body = Callable[..., torch.Tensor]

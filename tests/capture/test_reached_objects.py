@@ -18,7 +18,7 @@ from torch import nn
 from autopart.batch.batch import flatten
 from autopart.capture import CaptureCache
 from autopart.capture.python.guards import CaptureWarning
-from autopart.ir.size import Size
+from autopart.ir.graph import Size
 
 ROWS = torch.arange(12.0).sin().reshape(2, 6)
 

@@ -10,7 +10,7 @@ from torch import nn
 from autopart.batch.batch import flatten
 from autopart.capture import CaptureCache
 from autopart.capture.recent import Recent
-from autopart.ir.size import Size
+from autopart.ir.graph import Size
 
 calls = st.lists(st.tuples(st.sampled_from("abcde"), st.integers(0, 6), st.booleans()), max_size=40)
 

@@ -17,8 +17,7 @@ from autopart.batch.batch import flatten
 from autopart.capture import capture
 from autopart.capture.cache import CaptureCache
 from autopart.ir.errors import CaptureError, RefusedError
-from autopart.ir.graph import LossReduction
-from autopart.ir.size import Size
+from autopart.ir.graph import LossReduction, Size
 from autopart.planning.derive.family import capture_family
 from autopart.planning.derive.probe import run
 from autopart.planning.derive.reduction import loss_reduction

@@ -15,7 +15,7 @@ from autopart.batch.batch import flatten
 from autopart.capture import CaptureCache
 from autopart.capture.trace.patches import patched
 from autopart.ir.errors import AutopartError, CaptureError
-from autopart.ir.size import Size
+from autopart.ir.graph import Size
 
 ROWS = torch.arange(24.0).sin().reshape(6, 4)
 TABLES: dict[Any, Any] = {"inner": {}}

@@ -18,7 +18,7 @@ from torch import nn
 from autopart.batch.batch import flatten
 from autopart.capture import CaptureCache
 from autopart.ir.errors import AutopartError
-from autopart.ir.size import Size
+from autopart.ir.graph import Size
 
 GLOBAL: Any = None
 

@@ -15,8 +15,7 @@ from torch.autograd import Function
 from autopart.batch.batch import flatten
 from autopart.capture.cache import CaptureCache
 from autopart.ir.errors import RefusedError
-from autopart.ir.graph import LossReduction
-from autopart.ir.size import Size
+from autopart.ir.graph import LossReduction, Size
 from autopart.planning.derive.family import capture_family
 from autopart.planning.derive.reduction import loss_reduction
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from autopart.batch.batch import flatten
 from autopart.capture import CaptureCache, capture
-from autopart.ir.size import Size
+from autopart.ir.graph import Size
 
 
 class Asking(nn.Module):

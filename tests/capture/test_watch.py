@@ -19,7 +19,7 @@ from autopart.capture.python.watch.changes import ModelWatch
 from autopart.capture.python.watch.closure_reads import Surroundings
 from autopart.capture.python.watch.observed import Observed
 from autopart.ir.errors import RefusedError
-from autopart.ir.size import Size
+from autopart.ir.graph import Size
 
 CONFIG = {"alpha": 0.5}
 

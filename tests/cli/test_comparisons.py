@@ -13,7 +13,7 @@ from autopart.cli.main import main
 from autopart.cli.model_loader import load_model
 from autopart.files.clusters import cluster_to_dict, parse_cluster
 from autopart.passes.ops.model_flops import model_flops
-from autopart.report.comparison import throughput
+from autopart.report.comparison import Answer
 
 PRICED = """
 devices:
@@ -110,7 +110,8 @@ def test_utilisation_counts_the_products_of_forward_and_backward():
     plan = autopart.plan(model, "cpu:2", sample=batch, loss_fn=loss_fn, costs="analytic", stages=2, micro_batches=4)
     products = 4 * 2 * 64 * 64 * 16
     cluster, graph = parse_cluster("cpu:2"), _graph(model, batch, loss_fn)
-    found = throughput(plan, graph, cluster, None, model_flops(graph))
+    found = Answer("", cluster, None, plan, graph, model_flops(graph)).delivered()
+    assert found is not None
     assert 0.9 * 3 * products <= found.flops <= 1.05 * 3 * products  # the first input leads to nothing that learns
     peak = sum(device.flops_per_s for device in cluster.devices)
     assert found.mfu == pytest.approx(found.flops / (plan.step_ns / 1e9) / peak)

@@ -15,10 +15,9 @@ from autopart.batch.batch import flatten
 from autopart.capture import Captured, capture
 from autopart.costs import measure
 from autopart.costs.measure import environment, measure_costs
-from autopart.files.caches.kept import CacheWarning, read_kept, write_kept
+from autopart.files.caches import CacheWarning, read_kept, write_kept
 from autopart.ir.cluster import Device
-from autopart.ir.cost import check
-from autopart.ir.graph import Graph
+from autopart.ir.graph import Graph, check_cost
 from autopart.passes.ops.analytic_costs import analytic_costs
 
 DEVICE = Device("cpu", 1 << 34, 100_000_000_000, 20_000_000_000)
@@ -64,7 +63,7 @@ def test_every_op_gets_a_cost_and_equal_layers_the_same_one(path: Path) -> None:
     graph, notes = cost_of(captured, DEVICE, budget_s=60)
     found = times(graph)
     for op in graph.ops:
-        check(op.cost)
+        check_cost(op.cost)
         assert op.cost.fwd_ns > 0
         assert (op.cost.bwd_ns > 0) == any(graph.value_map()[w].grad for w in op.writes), op
     assert found["linear"] == found["linear_1"] == found["linear_2"]

@@ -11,8 +11,7 @@ from support.workers import Workers
 import autopart
 from autopart.batch.batch import flatten
 from autopart.capture import Captured, capture
-from autopart.ir.graph import LossReduction
-from autopart.ir.size import Size
+from autopart.ir.graph import LossReduction, Size
 from autopart.passes.loss.derive import UnprovenRows, derive_loss_weight
 from autopart.passes.ops.analytic_costs import saved_values
 from autopart.passes.ops.flops import flops

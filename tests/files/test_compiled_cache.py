@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from autopart.files.caches import cost_cache
-from autopart.files.caches.cost_cache import find_program, keep_program, program_path
-from autopart.files.caches.kept import CacheWarning, write_kept
+from autopart.files import caches
+from autopart.files.caches import CacheWarning, find_program, keep_program, program_path, write_kept
 
 FOUND = ((5, 0, 0), (7, 9, 1 << 40))
 
@@ -50,7 +49,7 @@ def test_what_is_not_valid_is_ignored_and_replaced(content: Any) -> None:
 
 
 def test_the_oldest_programs_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cost_cache, "MOST_PLANS", 2)
+    monkeypatch.setattr(caches, "MOST_PLANS", 2)
     for key in "abc":
         keep_program(key, FOUND)
     assert len(list(program_path("a").parent.glob("*.json"))) == 2

@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 
-from autopart.files import storage
-from autopart.files.caches import cost_cache
-from autopart.files.caches.cost_cache import cost_path, keep_times, read_times
-from autopart.files.caches.kept import CacheWarning, write_kept
+from autopart.files import caches, storage
+from autopart.files.caches import CacheWarning, cost_path, keep_times, read_times, write_kept
 from autopart.files.storage import cache_folder
 
 
@@ -66,7 +64,7 @@ def test_times_that_no_op_takes_are_not_kept(path: Path) -> None:
 
 
 def test_the_newest_times_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cost_cache, "MOST_COSTS", 3)
+    monkeypatch.setattr(caches, "MOST_COSTS", 3)
     for place, keys in (("here", "ab"), ("there", "cd"), ("here", "e")):
         keep_times(place, {key: (1, 1) for key in keys})
     assert sorted([*read_times("here"), *read_times("there")]) == ["b", "d", "e"]

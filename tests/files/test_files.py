@@ -10,13 +10,11 @@ import pytest
 from hypothesis import given, settings
 from support.languages.plans import changed, example, plans
 
-from autopart.files import json_text
+from autopart.files import documents
 from autopart.files.plans import diff_plans, load_plan, match_plan, plan_from_json, plan_to_json, save_plan
 from autopart.ir.errors import PlanError, PlanFileError
-from autopart.ir.graph import Graph, Op, Param, Value
-from autopart.ir.outlook import Alternative, Optimality
-from autopart.ir.plan import Plan, Stage, check
-from autopart.ir.size import Size
+from autopart.ir.graph import Graph, Op, Param, Size, Value
+from autopart.ir.plan import Alternative, Optimality, Plan, Stage, check
 
 
 @settings(deadline=None)
@@ -128,7 +126,7 @@ def test_what_is_no_plan_at_all_is_refused(text: str) -> None:
 def test_absurd_sizes_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(plan_to_json(example()))
-    monkeypatch.setattr(json_text, "MAX_BYTES", 100)
+    monkeypatch.setattr(documents, "MAX_BYTES", 100)
     with pytest.raises(PlanFileError, match="too large"):
         plan_from_json(path.read_text())
     with pytest.raises(PlanFileError, match="too large"):

@@ -20,9 +20,7 @@ from support.languages.bounded import SECONDS, bounded
 from support.languages.graphs import cluster, layers, source
 from support.languages.plans import example
 
-from autopart.files.caches.cost_cache import cost_path, keep_times, read_times
-from autopart.files.caches.kept import CacheWarning, write_kept
-from autopart.files.caches.plan_cache import find_plan, plan_path
+from autopart.files.caches import CacheWarning, cost_path, find_plan, keep_times, plan_path, read_times, write_kept
 from autopart.files.clusters import cluster_to_dict, cluster_to_yaml, parse_cluster
 from autopart.files.plans import diff_plans, load_plan, plan_from_json, plan_to_json
 from autopart.ir.cluster import Cluster

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from autopart.files import storage
-from autopart.files.caches.cost_cache import cost_path, keep_times, read_times
-from autopart.files.caches.kept import CacheWarning, read_kept, write_kept
+from autopart.files.caches import CacheWarning, cost_path, keep_times, read_kept, read_times, write_kept
 from autopart.files.storage import locked
 
 

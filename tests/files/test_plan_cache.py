@@ -17,14 +17,21 @@ from torch import nn
 
 import autopart
 from autopart.cli.main import main
-from autopart.files.caches import plan_cache
-from autopart.files.caches.kept import CacheWarning, read_kept
-from autopart.files.caches.plan_cache import digest_of_sources, find_plan, keep_plan, plan_path, planner_digest
+from autopart.files import caches
+from autopart.files.caches import (
+    CacheWarning,
+    digest_of_sources,
+    find_plan,
+    keep_plan,
+    plan_path,
+    planner_digest,
+    read_kept,
+)
 from autopart.files.plans import load_plan, plan_to_json
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import UsageError
+from autopart.ir.graph import Size
 from autopart.ir.plan import Plan
-from autopart.ir.size import Size
 from autopart.passes import pipeline
 from autopart.passes.pipeline import PlannerInput, build
 from autopart.passes.program import schedules
@@ -254,7 +261,7 @@ def test_a_broken_file_is_planned_anew_and_replaced(searches: list[int], folder:
 
 def test_the_newest_are_kept(kept: tuple[str, Plan], monkeypatch: pytest.MonkeyPatch) -> None:
     key, made = kept
-    monkeypatch.setattr(plan_cache, "MOST_PLANS", 3)
+    monkeypatch.setattr(caches, "MOST_PLANS", 3)
     for i in range(5):
         path = plan_path(key).with_name(f"{i}.json")
         path.write_text("{}")

@@ -12,10 +12,11 @@ from support.languages.plans import changed, decisions, plans
 
 from autopart.files.plans import plan_from_json, plan_to_json
 from autopart.ir.errors import PlanError, PlanFileError
-from autopart.ir.outlook import Alternative, Optimality
 from autopart.ir.plan import (
+    Alternative,
     Decision,
     Estimate,
+    Optimality,
     Outlook,
     Plan,
     Provenance,

@@ -16,11 +16,9 @@ from torch import nn
 
 from autopart.batch.batch import flatten
 from autopart.capture import capture
-from autopart.ir.cost import Cost
 from autopart.ir.errors import GraphError, PlanError
-from autopart.ir.graph import Graph, Op, Param, Value, check
+from autopart.ir.graph import Cost, Graph, Op, Param, Size, Value, check
 from autopart.ir.plan import Decision, Stage
-from autopart.ir.size import Size
 
 SMALL = st.integers(0, 30)
 KINDS = st.sampled_from([("param", True), ("param", False), ("buffer", False), ("constant", False)])

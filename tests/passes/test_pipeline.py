@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from support.languages.graphs import cluster, clusters, graph, graphs, layers, plan_of, source
 
 from autopart.ir.errors import GraphError, InfeasibleError, UsageError
-from autopart.ir.graph import Graph
+from autopart.ir.graph import Graph, Size
 from autopart.ir.graph import check as check_graph
 from autopart.ir.plan import Decision, Estimate, Outlook, Plan, check
-from autopart.ir.size import Size
 from autopart.passes.graph.atoms import atoms
 from autopart.passes.pipeline import LARGEST, _spaces
 from autopart.passes.program.named import FAMILY as SCHEDULES

@@ -18,11 +18,9 @@ from support.languages.plans import changed, example, plans
 from autopart.files.plans import plan_to_json
 from autopart.ir.actions import RECEIVE, parse_action
 from autopart.ir.errors import UsageError
-from autopart.ir.outlook import Alternative
-from autopart.ir.plan import Plan
+from autopart.ir.plan import Alternative, Plan
 from autopart.ir.timeline import Span, Timeline, read_spans, spans_text
-from autopart.report.page.notebook import plan_fragment
-from autopart.report.page.page import plan_page
+from autopart.report.page.page import plan_fragment, plan_page
 
 HOSTILE = "</script><script>alert(1)</script>\u2028<!-- &amp; \x1b[2J"
 

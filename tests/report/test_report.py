@@ -11,14 +11,12 @@ from hypothesis import strategies as st
 from support.languages.plans import changed
 
 from autopart.ir.actions import parse_action
-from autopart.ir.graph import Graph, Op, Param, module_range
-from autopart.ir.outlook import Alternative, Optimality
-from autopart.ir.plan import Decision, Estimate, Outlook, Plan, Provenance, Stage
-from autopart.ir.size import Size
+from autopart.ir.graph import Graph, Op, Param, Size, module_range
+from autopart.ir.plan import Alternative, Decision, Estimate, Optimality, Outlook, Plan, Provenance, Stage
 from autopart.ir.timeline import Span, Timeline
-from autopart.report.chrome_trace import chrome_trace
 from autopart.report.plan_table import modules_of, stage_table
 from autopart.report.text_timeline import timeline_text
+from autopart.report.traces import chrome_trace
 
 MIB = 2**20
 

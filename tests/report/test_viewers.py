@@ -12,8 +12,8 @@ from autopart.ir.timeline import Timeline
 from autopart.passes.program.routing import route
 from autopart.passes.simulation.estimate import timeline_of
 from autopart.passes.simulation.stage_costs import Estimator
-from autopart.report.chrome_trace import chrome_trace
 from autopart.report.text_timeline import timeline_text
+from autopart.report.traces import chrome_trace
 
 
 def whole_step(schedule: str = "1f1b") -> Timeline:

@@ -11,9 +11,8 @@ from torch import nn
 from autopart.batch.batch import flatten
 from autopart.capture import capture
 from autopart.ir.errors import BatchError
-from autopart.ir.graph import LossReduction
+from autopart.ir.graph import LossReduction, Size
 from autopart.ir.shares import Division
-from autopart.ir.size import Size
 from autopart.runtime.tensors import LocalTensors
 from autopart.session.step.batch_counts import BatchCounts, weighted_loss
 from autopart.session.step.loss_shares import is_uneven, loss_shares, pieces_of, whole_shares

@@ -20,10 +20,9 @@ from autopart.extras.compiled import compiled_costs as module
 from autopart.extras.compiled.compiled_costs import compiled_costs, saved_by_call
 from autopart.extras.compiled.inductor import Inductor
 from autopart.extras.compiled.segments import segmented
-from autopart.files.caches.cost_cache import OpCost
+from autopart.files.caches import OpCost
 from autopart.ir.cluster import Device
-from autopart.ir.graph import Graph
-from autopart.ir.size import Size
+from autopart.ir.graph import Graph, Size
 from autopart.passes.ops.analytic_costs import analytic_costs
 from autopart.passes.ops.cost_model import CostModel
 from autopart.runtime.stages.compiled_segment import CompiledSegment

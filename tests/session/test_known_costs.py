@@ -13,7 +13,7 @@ from autopart.capture import CaptureCache, Captured
 from autopart.costs.sources import CostedGraph, analytic
 from autopart.extras.freezing.known_costs import known_costs
 from autopart.ir.cluster import Cluster, Device, Level, Link
-from autopart.ir.size import Size
+from autopart.ir.graph import Size
 
 DEVICE = Device("cpu", 10**9, 10**11, 10**10)
 (SLOW,) = Cluster((DEVICE,), (Level(1, Link(1, 1)),)).with_speeds([1 / 4]).devices

@@ -15,7 +15,7 @@ from torch import nn
 import autopart
 from autopart.batch.batch import flatten
 from autopart.capture import CaptureCache, cache
-from autopart.ir.size import Size
+from autopart.ir.graph import Size
 
 VOCAB, WIDTH = 11, 8
 

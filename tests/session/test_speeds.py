@@ -10,8 +10,7 @@ import pytest
 from autopart.extras.elastic.speeds import SKIPPED, WINDOW, Speeds, planned_ns, slowed
 from autopart.ir.cluster import Cluster, Device, Level, Link
 from autopart.ir.decision import Decision, Stage
-from autopart.ir.outlook import Estimate, Outlook
-from autopart.ir.plan import Plan, Provenance
+from autopart.ir.plan import Estimate, Outlook, Plan, Provenance
 
 ESTIMATE = Estimate(10, 20, *[0] * 7)
 

@@ -14,8 +14,8 @@ import autopart
 from autopart.batch.batch import flatten
 from autopart.capture import CaptureCache, capture
 from autopart.ir.errors import RefusedError, UsageError
+from autopart.ir.graph import Size
 from autopart.ir.plan import Stage
-from autopart.ir.size import Size
 from autopart.passes.tokens.recipe import Recipe
 from autopart.planning.derive.token_axis import token_recipe
 from autopart.runtime.tensors import LocalTensors

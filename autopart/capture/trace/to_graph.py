@@ -22,8 +22,7 @@ from autopart.capture.python.reads.sizes import BY_ROWS, is_by_rows
 from autopart.capture.source_location import user_line_of_text
 from autopart.capture.trace.gradients import gradient_nodes
 from autopart.ir.errors import CaptureError, RefusedError
-from autopart.ir.graph import Graph, Literal, Op, Param, Value, check
-from autopart.ir.size import Size
+from autopart.ir.graph import Graph, Literal, Op, Param, Size, Value, check
 from autopart.passes.ops.casts import with_copies
 from autopart.rng import keyed
 

@@ -22,7 +22,7 @@ from autopart.costs.measure import environment
 from autopart.costs.profiler import Program, affordable, made_up_inputs, profile_code
 from autopart.costs.sources import CostedGraph, auto
 from autopart.extras.compiled.inductor import Inductor
-from autopart.files.caches.cost_cache import OpCost, find_program, keep_program
+from autopart.files.caches import OpCost, find_program, keep_program
 from autopart.ir.cluster import Device
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Stage

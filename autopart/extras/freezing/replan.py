@@ -17,8 +17,8 @@ from autopart.extras.freezing.known_costs import known_costs
 from autopart.extras.freezing.moving import KeptBytes, Pairs, moved_bytes, predicted_s
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import PlanError, RefusedError
+from autopart.ir.graph import Size
 from autopart.ir.plan import Decision, Plan
-from autopart.ir.size import Size
 from autopart.options import Options
 from autopart.passes.program.projection import check_gradients_stay
 from autopart.planning.make import make_plan

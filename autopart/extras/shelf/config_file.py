@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from autopart.files.json_text import parse_json
+from autopart.files.documents import parse_json
 from autopart.files.reading import malformed, named, path_of, read_text, unreadable, validated
 from autopart.ir.decision import Problem
 from autopart.ir.errors import UsageError

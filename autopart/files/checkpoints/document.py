@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from autopart.files.checkpoints.hashes import AGAIN, Written, hashed, plain_name, unreadable_file
-from autopart.files.json_text import parse_json
+from autopart.files.documents import parse_json
 from autopart.files.reading import named, read_text, unreadable, validated
 from autopart.files.storage import write_whole
 from autopart.ir.errors import CheckpointError

@@ -25,7 +25,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from autopart.files.checkpoints.hashes import AGAIN, Written, plain_name, unreadable_file
-from autopart.files.json_text import parse_json
+from autopart.files.documents import parse_json
 from autopart.files.reading import named, open_regular, read_text, unreadable
 from autopart.ir.errors import CheckpointError
 

@@ -14,8 +14,7 @@ from autopart.batch.batch import Batch
 from autopart.capture.cache import CaptureCache
 from autopart.capture.capture import Captured
 from autopart.ir.errors import CaptureError, RefusedError
-from autopart.ir.graph import Graph
-from autopart.ir.size import Size
+from autopart.ir.graph import Graph, Size
 from autopart.passes.ops.resize import resizable_to, resize
 from autopart.planning.derive.infer_size import infer_other_size, prime_batch_size
 from autopart.planning.derive.rows import require_same_program

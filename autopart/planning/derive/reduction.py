@@ -9,9 +9,8 @@ from autopart.batch.batch import Batch
 from autopart.capture.capture import Captured
 from autopart.capture.gc_pause import gc_paused
 from autopart.ir.errors import RefusedError
-from autopart.ir.graph import Graph, LossReduction
+from autopart.ir.graph import Graph, LossReduction, Size
 from autopart.ir.shares import RowLayout
-from autopart.ir.size import Size
 from autopart.passes.loss.derive import UnprovenRows, derive_loss_weight
 from autopart.passes.loss.layouts import find_layouts
 from autopart.passes.loss.steady import steady_updates

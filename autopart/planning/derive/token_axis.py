@@ -23,7 +23,7 @@ from autopart.capture.capture import Captured
 from autopart.capture.python.reads.masks import with_masks
 from autopart.capture.python.reads.questions import made_of
 from autopart.ir.errors import CaptureError, RefusedError, UsageError
-from autopart.ir.size import Size
+from autopart.ir.graph import Size
 from autopart.passes.tokens.analysis import analyse
 from autopart.passes.tokens.recipe import Form, Recipe, TokenLayout
 

@@ -1,4 +1,4 @@
-"""Render a plan as one HTML page."""
+"""Render a plan as one HTML page, or for a notebook as a table with a picture if it is small."""
 
 from __future__ import annotations
 
@@ -15,20 +15,23 @@ import jinja2
 from markupsafe import Markup
 
 from autopart.ir.errors import UsageError, printable
-from autopart.ir.explain import summary
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan
 from autopart.ir.timeline import MOST_SPANS, Timeline, read_spans
 from autopart.report.page import facts
+from autopart.report.page.facts import duration_text
 from autopart.report.page.rows import MEASURED, SIMULATED, Json, picture
-from autopart.report.page.words import duration_text
-from autopart.report.plan_table import modules_of
+from autopart.report.plan_table import modules_of, summary
 from autopart.report.svg_timeline import timeline_svg
+from autopart.report.traces import write_drawing
 
 MOST_DRAWN = 800
 """Spans up to which the page also holds a drawing that needs no script."""
+NOTEBOOK_STAGES, NOTEBOOK_SPANS = 16, 300
+"""What a notebook shows: more stages are counted, longer steps are left to `Plan.report`."""
 _UNSAFE = {ord(char): f"\\u{ord(char):04x}" for char in "<>&\u2028\u2029"}
 """Characters of JSON that could end a script element, or a line of a script."""
+NO_SPANS = f"The plan does not hold its simulated step: it has more than {MOST_SPANS:,} actions, or was made by hand."
 
 
 def write_page(
@@ -48,10 +51,7 @@ def write_page(
     if target.suffix not in (".html", ".htm"):
         raise UsageError(f"a report is a page, and {target} does not end in .html", fix="let the name end in .html")
     text = plan_page(plan, graph=graph, measured=measured, peaks=peaks, title=title or f"autopart: {target.stem}")
-    try:
-        target.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot write {target}", why=error.strerror or str(error)) from error
+    write_drawing(target, text)
     return target
 
 
@@ -76,19 +76,20 @@ def plan_page(
     small = panels and sum(len(each.spans) for each in panels.values()) <= MOST_DRAWN
     script = _asset("picture.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return _template().render(
+    shown = " and the ".join(f"{name} step of {duration_text(each.step_ns)}" for name, each in panels.items())
+    return _template("page.html.j2").render(
         title=printable(title),
         subtitle=printable(summary(plan.decision)),
         tiles=facts.tiles(plan, measured),
         picture=drawn,
         has_memory=bool(simulated.spans and plan.estimates),
-        picture_label=_label(panels),
+        picture_label=f"Timeline of the {shown}: a row for each rank, with its computes, messages and bubbles",
         fallback=Markup(timeline_svg(panels)) if small else "",
-        no_picture=_no_picture(plan),
+        no_picture=NO_SPANS if plan.step_ns else "Nothing of this plan was simulated.",
         sections=list(_sections(plan, graph, measured, peaks or {})),
         about=facts.provenance(plan),
         notes=[printable(note) for note in plan.notes],
-        data=Markup(_embedded({"picture": drawn})),
+        data=Markup(json.dumps({"picture": drawn}, separators=(",", ":"), allow_nan=False).translate(_UNSAFE)),
         script=Markup(script),
         script_hash=Markup(f"sha256-{digest}"),
         style=Markup(_asset("style.css")),
@@ -123,31 +124,30 @@ def _sections(
     return [(heading, remark, table) for heading, remark, table in found if table is not None]
 
 
-def _label(panels: Mapping[str, Timeline]) -> str:
-    said = [f"{name} step of {duration_text(timeline.step_ns)}" for name, timeline in panels.items()]
-    return (
-        "Timeline of the " + " and the ".join(said) + ": a row for each rank, with its computes, messages and bubbles"
+def plan_fragment(plan: Plan, *remarks: str) -> str:
+    """Return HTML without scripts for the output of a notebook.  remarks: lines below."""
+    lines = [summary(plan.decision)]
+    if plan.step_ns:
+        lines.append(f"simulated step {plan.step_ns / 1e6:.2f} ms, bubble {plan.outlook.bubble:.1%}")
+    table = facts.stages(plan, modules_of(plan, None), None)
+    left = len(table.rows) - NOTEBOOK_STAGES
+    if left > 0:
+        remarks = (f"and {left} more stages", *remarks)
+    step = read_spans(plan.outlook.spans)
+    small = 0 < len(step.spans) <= NOTEBOOK_SPANS
+    return _template("notebook.html.j2").render(
+        lines=map(printable, lines),
+        heads=table.heads,
+        rows=table.rows[:NOTEBOOK_STAGES],
+        remarks=map(printable, remarks),
+        drawing=Markup(timeline_svg({"simulated": step}, width=900)) if small else "",
     )
 
 
-def _no_picture(plan: Plan) -> str:
-    """Say why there is no picture."""
-    if plan.step_ns:
-        return (
-            f"The plan does not hold its simulated step: it has more than {MOST_SPANS:,} actions, or was made by hand."
-        )
-    return "Nothing of this plan was simulated."
-
-
-def _embedded(content: Json) -> str:
-    """Return JSON that can stand in a script element, whatever texts it holds."""
-    return json.dumps(content, separators=(",", ":"), allow_nan=False).translate(_UNSAFE)
-
-
-@lru_cache(maxsize=1)
-def _template() -> jinja2.Template:
+@lru_cache
+def _template(name: str) -> jinja2.Template:
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    return environment.from_string(_asset("page.html.j2"))
+    return environment.from_string(_asset(name))
 
 
 def _asset(name: str) -> str:

@@ -8,10 +8,9 @@ from functools import partial
 from autopart.batch.batch import Batch
 from autopart.capture import CaptureCache
 from autopart.ir.errors import CaptureError, RefusedError, UsageError
-from autopart.ir.graph import Graph
+from autopart.ir.graph import Graph, Size
 from autopart.ir.plan import Decision
 from autopart.ir.program import Program
-from autopart.ir.size import Size
 from autopart.passes.program.projection import project_plan
 from autopart.passes.program.routing import divided_values, route
 from autopart.passes.program.verify import forward_program

@@ -8,9 +8,8 @@ from dataclasses import replace
 from autopart.batch.batch import Batch
 from autopart.capture import Captured
 from autopart.capture.recent import Recent
-from autopart.ir.graph import Graph
+from autopart.ir.graph import Graph, Size
 from autopart.ir.plan import Decision
-from autopart.ir.size import Size
 from autopart.passes.program.projection import check_gradients_stay, project_plan
 from autopart.passes.program.routing import with_forward_only
 from autopart.planning.derive.reduction import WHOLE, BatchRule

@@ -8,8 +8,8 @@ from functools import partial
 
 from autopart.batch.batch import Batch
 from autopart.capture import Captured
+from autopart.ir.graph import Size
 from autopart.ir.plan import Decision
-from autopart.ir.size import Size
 from autopart.passes.program.routing import divided_values
 from autopart.planning.derive.reduction import WHOLE, BatchRule, family_of_batch, loss_reduction, rule_of
 from autopart.planning.derive.rows import require_same_program

@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from support.languages.graphs import graph, graphs, layers
 
-from autopart.ir.cost import Cost
-from autopart.ir.graph import Graph, check
+from autopart.ir.graph import Cost, Graph, check
 from autopart.passes.graph.atoms import CHEAP_NS, HEAVY_SHARE, MOST_CLONES, atoms, free_ops
 
 

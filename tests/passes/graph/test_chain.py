@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from support.oracles.planner_oracle import Problem, problems
 
-from autopart.ir.size import Size
+from autopart.ir.graph import Size
 
 
 def ranges(n: int) -> list[tuple[int, int]]:

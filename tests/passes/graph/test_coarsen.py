@@ -8,9 +8,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from support.languages.graphs import graph, graphs, layers
 
-from autopart.ir.cost import Cost
 from autopart.ir.errors import UsageError
-from autopart.ir.graph import Graph, check
+from autopart.ir.graph import Cost, Graph, check
 from autopart.passes.graph.atoms import atoms
 from autopart.passes.graph.coarsen import coarsen, nested
 from autopart.passes.graph.cuts import forced_bounds, segments

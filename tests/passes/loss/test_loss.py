@@ -20,8 +20,7 @@ from torch.nn import functional as F
 from autopart.batch.batch import Batch, flatten
 from autopart.capture import Captured, capture
 from autopart.ir.errors import CaptureError, RefusedError, UsageError
-from autopart.ir.graph import Graph, LossReduction
-from autopart.ir.size import Size
+from autopart.ir.graph import Graph, LossReduction, Size
 from autopart.passes.loss.derive import UnprovenRows, derive_loss_weight
 from autopart.planning.derive.rows import mark_rows
 

@@ -14,8 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autopart.batch.batch import flatten
 from autopart.capture import capture
 from autopart.ir.cluster import Device
-from autopart.ir.cost import Cost
-from autopart.ir.graph import Graph
+from autopart.ir.graph import Cost, Graph
 from autopart.passes.ops.analytic_costs import Pricing, analytic_costs
 from autopart.passes.ops.cost_model import CostModel
 from autopart.runtime.stages.stage_module import _cast

@@ -14,7 +14,7 @@ from autopart.batch.batch import flatten
 from autopart.capture import CaptureCache, Captured
 from autopart.costs.sources import measured
 from autopart.ir.cluster import Device
-from autopart.ir.size import Size
+from autopart.ir.graph import Size
 from autopart.passes.ops.analytic_costs import analytic_costs
 from autopart.passes.ops.casts import CAST, cast_parameter, cast_values
 

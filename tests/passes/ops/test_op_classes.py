@@ -10,8 +10,7 @@ from support.languages.graphs import graph
 
 from autopart.ir.cluster import Device
 from autopart.ir.errors import GraphError
-from autopart.ir.graph import Graph, Literal
-from autopart.ir.size import Size
+from autopart.ir.graph import Graph, Literal, Size
 from autopart.passes.ops.analytic_costs import analytic_costs
 from autopart.passes.ops.cost_model import FIELDS, CostModel, table_of
 from autopart.passes.ops.op_classes import first_of, op_classes

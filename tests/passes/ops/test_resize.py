@@ -8,8 +8,7 @@ import pytest
 from support.languages.graphs import graph
 
 from autopart.ir.errors import GraphError
-from autopart.ir.graph import Graph, Literal
-from autopart.ir.size import Size
+from autopart.ir.graph import Graph, Literal, Size
 from autopart.passes.ops.resize import resize
 
 DEFAULT = ("convnext",)

@@ -8,9 +8,7 @@ import pytest
 from support.languages.graphs import graph
 
 from autopart.ir.cluster import Device
-from autopart.ir.cost import Cost
-from autopart.ir.graph import Graph
-from autopart.ir.size import Size
+from autopart.ir.graph import Cost, Graph, Size
 from autopart.passes.graph.chain import BlockChain
 from autopart.passes.ops.analytic_costs import analytic_costs, storage
 from autopart.passes.ops.cost_model import CostModel

@@ -6,13 +6,15 @@ from dataclasses import replace
 from itertools import islice
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
+from ortools.sat.python import cp_model
 from support.languages.graphs import cluster, graph
 from support.oracles.planner_oracle import Kind, Problem, candidates, problem, problems
 
-from autopart.passes.proof.lower_bound import lower_bound
+from autopart.passes.proof.lower_bound import _most_work, lower_bound
 from autopart.passes.search.evaluation import evaluate
 from autopart.passes.search.space import PlanRequest
 
@@ -75,6 +77,32 @@ def test_work_is_shared_by_all_devices_at_best() -> None:
     assert bound_of("a:100/100 #0 <- x", 1, (1, 1, 1)) == 600
     assert bound_of("a:100/100 #0 <- x", 4, (1,) * 4, replicas=1) == 800
     assert bound_of("a:100/100 #0 <- x", 4, (4,)) == 200
+
+
+@given(st.lists(st.lists(st.integers(1, 50), min_size=3, max_size=3), min_size=1, max_size=3), st.data())
+def test_work_is_bounded_as_by_the_best_division_of_each_block(times: list[list[int]], data: st.DataObject) -> None:
+    """Unlike devices: a linear program divides every block freely; by duality no weights of types give more."""
+    counts = data.draw(st.lists(st.integers(1, 3), min_size=len(times), max_size=len(times)))
+    bound = _most_work(np.array(times, float), np.array(counts), sum(counts))
+    every = cp_model.CpModel()
+    parts = 2_000  # a division in whole thousandths is no better than the best
+    share = [[every.new_int_var(0, parts, "") for _ in block] for block in times]
+    for block in range(3):
+        every.add(sum(own[block] for own in share) == parts)
+    longest = every.new_int_var(0, 3 * 50 * parts, "")
+    for own, taken, count in zip(share, times, counts, strict=True):
+        every.add(sum(x * t for x, t in zip(own, taken, strict=True)) <= count * longest)
+    every.minimize(longest)
+    solver = cp_model.CpSolver()
+    assert solver.solve(every) == cp_model.OPTIMAL
+    best = solver.objective_value / parts
+    assert bound <= best * (1 + 1e-9)
+    assert bound >= 0.8 * best - 0.05
+
+
+def test_unlike_devices_share_work_by_their_rates() -> None:
+    assert _most_work(np.array([[8.0, 8.0], [2.0, 2.0]]), np.array([4, 1]), 5) == pytest.approx(16 / (4 + 4))
+    assert _most_work(np.array([[8.0, 8.0], [2.0, 2.0]]), np.array([4, 1]), 1) == pytest.approx(4)
 
 
 def test_devices_that_the_request_leaves_idle_do_no_work() -> None:

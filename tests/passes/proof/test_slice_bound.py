@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.languages.graphs import cluster, graph, source
 
-from autopart.ir.cost import Cost
+from autopart.ir.graph import Cost
 from autopart.passes.pipeline import build
 from autopart.passes.search.space import PlanRequest
 from autopart.passes.simulation.slices import SliceShares, contexts_of

@@ -33,7 +33,7 @@ def failure(p: Problem) -> InfeasibleError | None:
 
 def left(request: PlanRequest, names: str) -> PlanRequest:
     """Without what is named, and that alone."""
-    free: dict[str, Any] = {"stages": None, "pins": {}, "replicas": None}
+    free: dict[str, Any] = {"stages": None, "pins": {}, "replicas": None, "cuts": (), "together": ()}
     return replace(request, **{name: free[name] for name in names.split(" and ")})
 
 
@@ -49,9 +49,6 @@ def changed(p: Problem, advice: str) -> Problem:
     if found := re.match(r"use micro_batches=(\d+)", advice):
         assert int(found[1]) == sum(request.micro_rows[0])
         return replace(p, request=replace(request, micro_rows=((1,) * int(found[1]),)))
-    if re.match(r"drop cuts", advice):
-        free = replace(request, cuts=(), pins={}, together=(), stages=None, replicas=None)
-        return replace(p, request=free)
     if re.match(r"use an optimizer without state", advice):
         return replace(p, request=replace(request, state_factor=0.0))
     if found := re.match(r"use (\d+) such devices", advice):
@@ -105,6 +102,20 @@ def tight(random: Random) -> Problem:
 @given(st.randoms(use_true_random=True))
 def test_proposed_change_fits(random: Random) -> None:
     event(re.sub(r"[\d.]+", "N", check(tight(random))))
+
+
+@pytest.mark.parametrize(
+    "asked, said",
+    [
+        ({"replicas": 2}, "leave replicas to the planner"),
+        ({"stages": 1}, "leave stages to the planner"),
+        ({"stages": 1, "replicas": (2,)}, "leave replicas and stages to the planner"),
+    ],
+)
+def test_one_option_is_left_out_before_hardware_is_asked_for(asked: dict[str, Any], said: str) -> None:
+    g = graph("a:1 @a +v:40 <- x; b:1 @b +w:60 <- a", input_bytes=0)
+    error = failure(Problem(g, cluster(2, memory=300), PlanRequest(((2,),), recompute="off", **asked)))
+    assert error is not None and error.fix.startswith(said), error
 
 
 def test_devices_too_slow_to_plan_for_are_named_as_the_reason() -> None:

@@ -13,8 +13,8 @@ from support.languages.graphs import cluster, graph
 from support.oracles.planner_oracle import FASTEST, Kind, Problem, problem, problems
 
 from autopart.ir.cluster import Cluster, Device, Level, Link
+from autopart.ir.graph import Size
 from autopart.ir.plan import Decision, Estimate, Stage
-from autopart.ir.size import Size
 from autopart.passes.program.routing import route
 from autopart.passes.search.evaluation import Candidate, evaluate
 from autopart.passes.search.layout import Layout

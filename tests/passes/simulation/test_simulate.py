@@ -15,10 +15,9 @@ from support.oracles.simulated import chain, check_path, drawn, ending, memory, 
 from autopart.ir.actions import BACKWARD, FORWARD, SEND, SENDS, Action
 from autopart.ir.cluster import Cluster, Level, Link
 from autopart.ir.errors import ProgramError
-from autopart.ir.graph import Graph
+from autopart.ir.graph import Graph, Size
 from autopart.ir.plan import Decision, Stage
 from autopart.ir.program import BUCKET_BYTES, Program
-from autopart.ir.size import Size
 from autopart.ir.timeline import Timeline
 from autopart.passes.program.named import FAMILY as SCHEDULES
 from autopart.passes.program.orders import Order, Shape

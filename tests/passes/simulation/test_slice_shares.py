@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopart.ir.cost import Cost
+from autopart.ir.graph import Cost
 from autopart.passes.simulation.slices import READ, WRITTEN, SliceShares, contexts_of
 
 TOKENS = 100

@@ -16,9 +16,8 @@ from autopart.batch.batch import flatten, split_rows
 from autopart.capture import CaptureCache
 from autopart.ir.decision import Stage
 from autopart.ir.errors import AutopartError, PlanError, RunError
-from autopart.ir.graph import Graph
+from autopart.ir.graph import Graph, Size
 from autopart.ir.plan import Decision, Plan, Provenance, check
-from autopart.ir.size import Size
 from autopart.passes.program.messages import check_messages
 from autopart.passes.program.named import SEARCHED
 from autopart.passes.program.orders import placed

@@ -10,10 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from autopart.ir.cluster import Cluster, Device, Level, Link
-from autopart.ir.cost import Cost
-from autopart.ir.graph import Graph
+from autopart.ir.graph import Cost, Graph, Size
 from autopart.ir.plan import Plan
-from autopart.ir.size import Size
 from autopart.passes.ops.cost_model import CostTable, table_of
 from autopart.passes.pipeline import PlannerInput, build
 from autopart.passes.search.space import PlanRequest

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from autopart.ir.explain import table_lines
 from autopart.ir.timeline import Timeline
+from autopart.report.plan_table import table_lines
 
 
 def idle_table(step: Timeline) -> str:

@@ -6,12 +6,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from autopart.ir.cost import Cost
 from autopart.ir.errors import GraphError, PlanError, shortened
-from autopart.ir.graph import Graph, Op, Param, Value, check
+from autopart.ir.graph import Cost, Graph, Op, Param, Size, Value, check
 from autopart.ir.plan import Decision, Stage
 from autopart.ir.program import BUCKET_BYTES
-from autopart.ir.size import Size
 from support.languages.text import DEFAULT_BYTES, DEFAULT_DTYPE, DEFAULT_TARGET, PARAM_SIGNS
 
 _SIZE = re.compile(r"(\d+)(?::([^\[\]]+)\[((?:\d+\*?(?:,\d+\*?)*)?)\])?$")

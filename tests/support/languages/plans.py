@@ -7,8 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from autopart.ir.outlook import Alternative, Optimality
-from autopart.ir.plan import Decision, Estimate, Outlook, Plan, Provenance, Stage
+from autopart.ir.plan import Alternative, Decision, Estimate, Optimality, Outlook, Plan, Provenance, Stage
 from autopart.ir.program import BUCKET_BYTES, MAX_BUCKET_BYTES
 from autopart.passes.program.named import BUILT_IN, SEARCHED
 

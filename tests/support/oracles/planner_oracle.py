@@ -14,11 +14,9 @@ from random import Random
 from hypothesis import strategies as st
 
 from autopart.ir.cluster import Cluster, Device, Level, Link
-from autopart.ir.cost import Cost
 from autopart.ir.errors import InfeasibleError, PlanError
-from autopart.ir.graph import Graph, Op
+from autopart.ir.graph import Cost, Graph, Op, Size
 from autopart.ir.plan import Decision, Estimate, Plan, Stage, check_decision
-from autopart.ir.size import Size
 from autopart.passes.graph.atoms import atoms
 from autopart.passes.graph.chain import BlockChain
 from autopart.passes.graph.coarsen import coarsen

@@ -14,10 +14,9 @@ from autopart.capture import Captured
 from autopart.capture.cache import CaptureCache
 from autopart.ir.actions import Slot
 from autopart.ir.errors import RefusedError
-from autopart.ir.graph import Graph
+from autopart.ir.graph import Graph, Size
 from autopart.ir.plan import Stage
 from autopart.ir.shares import Window
-from autopart.ir.size import Size
 from autopart.passes.tokens.analysis import analyse
 from autopart.passes.tokens.recipe import Recipe, TokenLayout
 from autopart.planning.derive.token_axis import Probed, fewer_tokens, sequence_length, shortened, token_recipe

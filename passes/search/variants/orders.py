@@ -34,8 +34,7 @@ from autopart.passes.program.routing import Tied, edges, tied
 from autopart.passes.program.schedules import find
 from autopart.passes.search.evaluation import Candidate, Evaluation, Search, staged
 from autopart.passes.search.recomputation import Choice, recomputed_jointly
-from autopart.passes.search.refinement import actions_of
-from autopart.passes.search.search import even_bounds, levelled, shortest_bounds, with_even_cuts
+from autopart.passes.search.refinement import actions_of, even_bounds, levelled, shortest_bounds, with_even_cuts
 from autopart.passes.search.space import ORDERS, PER_RANK, PlanRequest, SearchSpace, blocks_of, is_other
 from autopart.passes.simulation.estimate import work_of
 from autopart.passes.simulation.simulate import Work

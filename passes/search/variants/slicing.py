@@ -19,8 +19,7 @@ import numpy as np
 
 from autopart.passes.program.schedules import find
 from autopart.passes.search.evaluation import Candidate, Evaluation, Search, evaluate
-from autopart.passes.search.refinement import actions_of
-from autopart.passes.search.search import with_even_cuts
+from autopart.passes.search.refinement import actions_of, with_even_cuts
 from autopart.passes.tokens.lengths import Ints, cut_tokens, other_stages, slice_times
 
 SLICED = 6

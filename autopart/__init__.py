@@ -15,73 +15,38 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from autopart import freeze
-    from autopart.api import compile, launch, plan, simulate, verify
-    from autopart.capture.python.guards import CaptureWarning
-    from autopart.costs.sources import register_cost_source
-    from autopart.extras.averages.averaged_model import AveragedModel
-    from autopart.extras.checkpoints.plain import load_into, save_from
-    from autopart.extras.metrics.log import MetricsLog
-    from autopart.files.checkpoints.folders import latest
-    from autopart.files.plans import load_plan, save_plan
-    from autopart.ir.cluster import Cluster, Device, Level, Link
+    # isort: off
+    from autopart import freeze as freeze
+    from autopart.api import compile as compile, launch as launch, plan as plan, simulate as simulate, verify as verify
+    from autopart.capture.python.guards import CaptureWarning as CaptureWarning
+    from autopart.costs.sources import register_cost_source as register_cost_source
+    from autopart.extras.averages.averaged_model import AveragedModel as AveragedModel
+    from autopart.extras.checkpoints.plain import load_into as load_into, save_from as save_from
+    from autopart.extras.metrics.log import MetricsLog as MetricsLog
+    from autopart.files.checkpoints.folders import latest as latest
+    from autopart.files.plans import load_plan as load_plan, save_plan as save_plan
+    from autopart.ir.cluster import Cluster as Cluster, Device as Device, Level as Level, Link as Link
     from autopart.ir.errors import (
-        AutopartError,
-        CaptureError,
-        CheckpointError,
-        PlanError,
-        RefusedError,
-        RunError,
-        UsageError,
+        AutopartError as AutopartError,
+        CaptureError as CaptureError,
+        CheckpointError as CheckpointError,
+        PlanError as PlanError,
+        RefusedError as RefusedError,
+        RunError as RunError,
+        UsageError as UsageError,
     )
-    from autopart.ir.plan import Plan
-    from autopart.ir.timeline import Timeline
-    from autopart.passes.ops.table import register as register_op
-    from autopart.pipe.compare import Verification
-    from autopart.pipe.pipe import Pipe
-    from autopart.planning.schedule_files import register_schedule, save_schedule
-    from autopart.report.traces import save_trace
-    from autopart.state.scaler import NonFiniteWarning
+    from autopart.ir.plan import Plan as Plan
+    from autopart.ir.timeline import Timeline as Timeline
+    from autopart.passes.ops.table import register
+    from autopart.pipe.compare import Verification as Verification
+    from autopart.pipe.pipe import Pipe as Pipe
+    from autopart.planning.schedule_files import register_schedule as register_schedule, save_schedule as save_schedule
+    from autopart.report.traces import save_trace as save_trace
+    from autopart.state.scaler import NonFiniteWarning as NonFiniteWarning
+
+    register_op = register
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "AutopartError",
-    "AveragedModel",
-    "CaptureError",
-    "CaptureWarning",
-    "CheckpointError",
-    "Cluster",
-    "Device",
-    "Level",
-    "Link",
-    "MetricsLog",
-    "NonFiniteWarning",
-    "Pipe",
-    "Plan",
-    "PlanError",
-    "RefusedError",
-    "RunError",
-    "Timeline",
-    "UsageError",
-    "Verification",
-    "compile",
-    "freeze",
-    "latest",
-    "launch",
-    "load_into",
-    "load_plan",
-    "plan",
-    "register_cost_source",
-    "register_op",
-    "register_schedule",
-    "save_from",
-    "save_plan",
-    "save_schedule",
-    "save_trace",
-    "simulate",
-    "verify",
-]
 
 _HOMES = {
     "autopart.api": "compile launch plan simulate verify",
@@ -107,19 +72,15 @@ _HOMES = {
 _ALIASES = {"register_op": "register"}
 _ROOMS = ("freeze",)
 """Packages whose own names are public."""
+__all__ = sorted([*_ROOMS, *" ".join(_HOMES.values()).split()])
 
 
-def _require_rooms() -> None:
-    """Refuse a checkout without links in which nothing was installed: two packages lie outside of this folder."""
-    for room in ("passes", "runtime"):
-        if not os.path.isdir(os.path.join(__path__[0], room)) and find_spec(f"autopart.{room}") is None:
-            raise ImportError(
-                f"autopart/{room} should be a link to ../{room}, and this copy of the repository has none (zip files, "
-                "some file systems and Windows drop links); install it, which needs no link: pip install -e ."
-            )
-
-
-_require_rooms()
+for _room in ("passes", "runtime"):  # outside of this folder: a checkout without links has to be installed
+    if not os.path.isdir(os.path.join(__path__[0], _room)) and find_spec(f"autopart.{_room}") is None:
+        raise ImportError(
+            f"autopart/{_room} should be a link to ../{_room}, and this copy of the repository has none (zip files, "
+            "some file systems and Windows drop links); install it, which needs no link: pip install -e ."
+        )
 
 
 def __getattr__(name: str) -> object:

@@ -25,11 +25,12 @@ from autopart.ir.timeline import Timeline
 from autopart.launcher import living_devices
 from autopart.options import OPTIONS, OptimizerLike, Options, OptionsDict, PlanLike, read_options
 from autopart.passes.ops.model_flops import model_flops
+from autopart.passes.simulation.estimate import timeline_of
 from autopart.pipe.compare import Verification, verify_step
 from autopart.pipe.pipe import Pipe
 from autopart.planning.derive.token_axis import sequence_length
 from autopart.planning.make import make_plan, precision_of, read_plan
-from autopart.planning.simulated import simulate_plan
+from autopart.planning.simulated import estimated_plan
 from autopart.report.comparison import Answer
 from autopart.runtime.launch.local import launch as _launch
 
@@ -200,8 +201,8 @@ def simulated(model: nn.Module, cluster: ClusterLike, sample: Any, options: Opti
     captures, machines = CaptureCache(model, options.loss_fn), _cluster(cluster)
     batch = _sample(sample, "simulate", options)
     made = make_plan(captures, batch, machines, options, to_run=False)
-    step = simulate_plan(made.plan, made.captured, captures, batch, machines, options)
-    return made.plan, made.captured.graph, step
+    estimated = estimated_plan(made.plan, made.captured, captures, batch, machines, options)
+    return made.plan, made.captured.graph, timeline_of(made.plan.decision, *estimated)
 
 
 def answered(model: nn.Module, sample: Any, questions: Iterable[tuple[str, ClusterLike, Options]]) -> Iterator[Answer]:

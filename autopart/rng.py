@@ -49,7 +49,8 @@ def derive(*parts: int) -> int:
 def keyed(op: Callable[..., Any], number: int, /, *args: Any, **kwargs: Any) -> Any:
     """Call random op `op`, which is the graph's random op `number`, under the current key."""
     seed = derive(*_key.get()[:3], number)
-    device = _device(args, kwargs)
+    given = (arg.device for arg in args if isinstance(arg, torch.Tensor))
+    device = next(given, None) or torch.device(kwargs.get("device") or "cpu")
     if device.type == "cuda":
         with torch.random.fork_rng(devices=[device]):
             torch.cuda.manual_seed(seed)
@@ -116,10 +117,3 @@ def _own(result: Any, layout: tuple[int, int] | None, window: Window) -> Any:
     axis, stride = layout
     parts = torch.unflatten(result, axis, (stride, window.whole, -1)).narrow(axis + 1, window.first, window.own)
     return parts.flatten(axis, axis + 2)
-
-
-def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
-    for arg in args:
-        if isinstance(arg, torch.Tensor):
-            return arg.device
-    return torch.device(kwargs.get("device") or "cpu")

@@ -37,8 +37,9 @@ from autopart.extras.freezing.policies.pipe_transformer import closed_form
 from autopart.files.presets import MEMORY_REACHED, REACHED
 from autopart.ir.cluster import Cluster, Device, Level, Link
 from autopart.options import Options, read_options
+from autopart.passes.simulation.estimate import estimate
 from autopart.planning.make import Planned, make_plan
-from autopart.planning.simulated import simulated_step_ns
+from autopart.planning.simulated import estimated_plan
 from autopart.session.executors.kinds import projected
 
 GB = 10**9
@@ -253,7 +254,7 @@ def kept_s(name: str, frozen: int, *, theirs: bool) -> float:
     program = captures(batch, first.captured.graph.size)
     plan = replace(first.plan, decision=projected(program, first.captured.graph, first.plan.decision))
     options = _dense_options(name, theirs=theirs)
-    return simulated_step_ns(plan, program, captures, batch, CLUSTER, options) * 1e-9
+    return estimate(plan.decision, *estimated_plan(plan, program, captures, batch, CLUSTER, options)).step_ns * 1e-9
 
 
 # ---- the evaluation --------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from autopart.costs.detect import detect
 from autopart.costs.sources import measured as measured_costs
 from autopart.extras.compiled.compiled_costs import compiled_costs
 from autopart.ir.actions import Slot
-from autopart.ir.device_kinds import DEVICE_KINDS
+from autopart.ir.cluster import DEVICE_KINDS
 from autopart.ir.graph import Graph, Size
 from autopart.passes.simulation.estimate import stage_estimates, work_of
 from autopart.passes.simulation.simulate import step_ns

@@ -66,7 +66,7 @@ def current() -> SharedStatus:
 
 def set_rank_label(text: str) -> None:
     """Set the name of this rank's place in messages, such as "stage 1"."""
-    _status.label = _truncated(text, LABEL_BYTES)
+    _status.label = encoded(text, LABEL_BYTES)
 
 
 def set_activity(text: str | bytes, phase: int = BUSY) -> None:
@@ -112,16 +112,11 @@ class _Waiting:
         _status.waits = NOBODY
 
 
-def encoded(text: str) -> bytes:
-    """Return an activity as `set_activity` keeps it."""
-    return _truncated(text, NOTE_BYTES)
+def encoded(text: str, size: int = NOTE_BYTES) -> bytes:
+    """Return an activity as `set_activity` keeps it: at most size - 1 bytes, so that the terminating zero fits."""
+    return text.encode("utf-8", "replace")[: size - 1]
 
 
 def text_of(raw: bytes) -> str:
     """Decode a label or a note."""
     return raw.decode("utf-8", "ignore")
-
-
-def _truncated(text: str, size: int) -> bytes:
-    """Encode to at most size - 1 bytes, so that the terminating zero fits."""
-    return text.encode("utf-8", "replace")[: size - 1]

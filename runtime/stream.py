@@ -10,11 +10,10 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import lcm
-from typing import Any
 
 import torch
 
-from autopart.ir.actions import BACKWARD, COMPUTES, FORWARD, RECEIVE, UPDATE, Action, Slot
+from autopart.ir.actions import BACKWARD, COMPUTES, FORWARD, UPDATE, Action, Slot
 from autopart.ir.program import Streaming
 from autopart.ir.timeline import Span
 from autopart.runtime.activity import set_activity
@@ -132,7 +131,7 @@ class StreamEngine:
     def _report(self) -> None:
         """Add what was traced to `spans`, with times from the first batch since the last flush."""
         if self._trace is not None and self.spans is not None:
-            self.spans.extend(self._trace.take())
+            self.spans.extend(self._trace.spans())
 
     def _placed(self, given: BatchPlan) -> BatchPlan:
         """Return the plan of a batch with its micro-batches at their places in the ring."""
@@ -172,7 +171,7 @@ class StreamEngine:
 
     def _renew(self, action: Action, state: State) -> None:
         """Count the messages of a slot that is used again."""
-        if action.kind in COMPUTES.values() and action.is_a.role != RECEIVE:
+        if action.kind in COMPUTES.values():
             way = action.is_a.way
             state.sends_left[action.slot, way] = self._player.sends[action.slot, way]
 
@@ -194,7 +193,6 @@ class StreamEngine:
         micro = self._tick - rhythm.lags[stage]
         first = micro - rhythm.updates[stage] + 1
         batches = (min(micro + 1, self._entered) - first) // rhythm.micros
-        trained: dict[str, Any] = self._trained(stage)
         sums = self._sums.get(stage)
         if sums is not None:
             new_buffers = self._runners[stage].new_buffers(sums.updated)
@@ -207,13 +205,11 @@ class StreamEngine:
         if batches > 1 and grads:
             torch._foreach_mul_(grads, 1 / batches)
         versions.update(self._update, rhythm.version(stage, self._next_forward(stage) // rhythm.micros))
-        for parameter in trained.values():
+        for parameter in self._trained(stage).values():
             parameter.grad = None
 
     def _next_forward(self, stage: int) -> int:
         """Return the number of the micro-batch of this rank's next forward of a stage."""
-        later = self._tick + 1
-        ring = self._rhythm.ring
-        turn, place = divmod(later, ring)
-        ticks = self._forwards[stage]
+        ring, ticks = self._rhythm.ring, self._forwards[stage]
+        turn, place = divmod(self._tick + 1, ring)
         return next((turn * ring + n for n in ticks if n >= place), (turn + 1) * ring + ticks[0])

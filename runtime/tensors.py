@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
@@ -68,7 +68,7 @@ class LocalTensors:
         master weight of a parameter in half precision.  values: of tensors on the meta device, until `settle`.  piece:
         returns what this rank holds of a tensor."""
         self._device = device
-        self._held: dict[str, torch.Tensor] = {}
+        self.held: dict[str, torch.Tensor] = {}
         self._dtypes: dict[str, torch.dtype] = {}
         self._earlier = earlier
         self._mastered, self._values, self.piece = mastered, values, piece
@@ -78,12 +78,12 @@ class LocalTensors:
         """Hold the named tensors that are not held yet."""
         earlier = self._earlier
         before = {n: t for n, t in earlier.held.items() if earlier.piece(n) == self.piece(n)} if earlier else {}
-        fresh = [name for name in dict.fromkeys(names) if name not in self._held]
+        fresh = [name for name in dict.fromkeys(names) if name not in self.held]
         unknown = {name: source[name] for name in fresh if name not in before and source[name].is_meta}
         given = self._values(unknown) if unknown else {}
         for name in fresh:
             found = before.get(name)
-            held = self._held[name] = found if found is not None else self._placed(name, given.get(name, source[name]))
+            held = self.held[name] = found if found is not None else self._placed(name, given.get(name, source[name]))
             self._dtypes[name] = held.dtype
             known = earlier.masters if earlier is not None and name in before else Masters()
             if self._mastered(name) and (needs_master(held) or name in known.by_name):
@@ -91,7 +91,7 @@ class LocalTensors:
 
     def hold_master(self, name: str, known: Masters | None = None) -> None:
         """Make the master weight of a held parameter, or take it over from `known`."""
-        held = self._held[name]
+        held = self.held[name]
         assert isinstance(held, torch.nn.Parameter)
         self.masters.hold(name, held, known)
 
@@ -103,7 +103,7 @@ class LocalTensors:
     def check(self) -> None:
         """Raise RefusedError if a tensor was converted in place, as by model.to(dtype), or written to beside its
         master."""
-        for name, tensor in self._held.items():
+        for name, tensor in self.held.items():
             if tensor.dtype != self._dtypes[name]:
                 raise RefusedError(
                     f"{name} is of {tensor.dtype}, and was of {self._dtypes[name]} when the model was compiled",
@@ -117,7 +117,7 @@ class LocalTensors:
 
         Raises RefusedError for a parameter that is trained now and was frozen when masters were made."""
         for name, parameter in trained:
-            held = self._held.get(name)
+            held = self.held.get(name)
             if held is not None and held.requires_grad != parameter.requires_grad:
                 held.requires_grad_(parameter.requires_grad)
             if held is not None and needs_master(held) and name not in self.masters.by_name and self._mastered(name):
@@ -138,19 +138,14 @@ class LocalTensors:
     def cut(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return the piece that this rank holds of a whole tensor, or of its state, as a view."""
         own = common(tensor, whole(name), self.piece(name))
-        if own is not tensor and name in self._held and own.shape != self._held[name].shape:
+        if own is not tensor and name in self.held and own.shape != self.held[name].shape:
             raise UsageError(f"state of {name} is of shape {tuple(tensor.shape)}, and {name} is held in pieces")
         return own
 
     @property
-    def held(self) -> Mapping[str, torch.Tensor]:
-        """All held tensors."""
-        return self._held
-
-    @property
     def driven(self) -> Mapping[str, torch.Tensor]:
         """The held tensors, masters in place of the parameters that they round to: what gradients go to."""
-        return {**self._held, **self.masters.by_name}
+        return {**self.held, **self.masters.by_name}
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
@@ -166,7 +161,12 @@ def broadcast_weights_if_different(world: World, tensors: Mapping[str, torch.Ten
     if world.size == 1:
         return
     names = sorted(name for name, tensor in tensors.items() if not tensor.is_meta)
-    differing = [names[index] for index in _differing(world, [_hash(tensors[name]) for name in names])]
+    hashes = [_hash(tensors[name]) for name in names]
+    together = hashlib.blake2b("".join(hashes).encode(), digest_size=16).hexdigest()
+    if len(set(world.gather_objects(together))) == 1:
+        return
+    everyone = world.gather_objects(hashes)
+    differing = [name for name, *found in zip(names, *everyone, strict=True) if len(set(found)) > 1]
     if differing and world.rank == 0:
         warnings.warn(
             f"the ranks built different weights ({differing[0]} and {len(differing) - 1} more): those of rank 0 are "
@@ -195,15 +195,6 @@ def require_equal_values(world: World, tensors: Mapping[str, torch.Tensor]) -> N
                         fix="give every rank the same files",
                     )
                 )
-
-
-def _differing(world: World, hashes: Sequence[str]) -> list[int]:
-    """Return the places where some rank's hash differs from rank 0's.  Collective; sends one hash if all are equal."""
-    whole = hashlib.blake2b("".join(hashes).encode(), digest_size=16).hexdigest()
-    if len(set(world.gather_objects(whole))) == 1:
-        return []
-    everyone = world.gather_objects(hashes)
-    return [index for index, mine in enumerate(everyone[0]) if any(other[index] != mine for other in everyone)]
 
 
 def _hash(tensor: torch.Tensor) -> str:

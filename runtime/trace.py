@@ -35,16 +35,11 @@ class StepTrace:
         self._actions.append((action, start, self.now()))
 
     def spans(self) -> list[Span]:
-        """Return all spans.  Waits for the device."""
+        """Return the spans since the last call.  Waits for the device."""
         if self._origin is not None:
             torch.cuda.synchronize()
-        return [Span(self._rank, action, self._ns(start), self._ns(end)) for action, start, end in self._actions]
-
-    def take(self) -> list[Span]:
-        """Return the spans since the last call.  Waits for the device."""
-        found = self.spans()
-        self._actions.clear()
-        return found
+        actions, self._actions = self._actions, []
+        return [Span(self._rank, action, self._ns(start), self._ns(end)) for action, start, end in actions]
 
     def _ns(self, moment: Moment) -> int:
         if isinstance(moment, int):

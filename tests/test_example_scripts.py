@@ -6,26 +6,60 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import io
 import os
 import random
+import re
 import socket
 import subprocess
 import sys
 import tokenize
+from collections.abc import Sequence
+from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from support.jobs.example_jobs import losses_of, run_script
 from support.jobs.fault_runs import environment
 from support.workers import Workers
 from typer.testing import CliRunner
 
+import autopart
 from autopart.cli.main import app
+
+
+def run_script(name: str, words: Sequence[str]) -> str:
+    """Call `train` of a script as its command line does; return what this process printed."""
+    module = importlib.import_module(name)
+    out = io.StringIO()
+    compiled = autopart.compile
+    with ExitStack() as stack:
+
+        def noted(*args: Any, **options: Any) -> autopart.Pipe:
+            pipe = compiled(*args, **options)
+            stack.callback(pipe.close)  # a script ends with its process, which lives on here
+            return pipe
+
+        stack.enter_context(redirect_stdout(out))
+        stack.enter_context(torch.random.fork_rng())
+        stack.enter_context(mock.patch.object(sys, "argv", [name, *words]))
+        stack.enter_context(mock.patch.object(autopart, "compile", noted))
+        module.train(module.arguments())
+    return out.getvalue()
+
+
+def losses_of(printed: str) -> dict[int, list[float]]:
+    """Return the losses that were printed for each step; several for a step that was taken again after a restart."""
+    found: dict[int, list[float]] = {}
+    for step, loss in re.findall(r"^step (\d+) loss (\S+)", printed, re.MULTILINE):
+        found.setdefault(int(step), []).append(float(loss))
+    return found
+
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"

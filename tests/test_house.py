@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import re
 import subprocess
@@ -28,18 +29,22 @@ def _name(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-FOLDERS = sorted({path.parent for path in CODE})
+@functools.cache
+def _parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 ENTRIES = 14
 AT_THE_TOP = 8
 """More entries of `autopart/`: two links, and the files and names that users import from."""
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=_name)
-def test_a_folder_has_few_entries_and_a_docstring(folder):
+def test_a_folder_has_few_entries_and_a_docstring():
     hidden = {"__pycache__", "__init__.py", "py.typed"}
-    shown = [entry.name for entry in folder.iterdir() if entry.name not in hidden]
-    assert len(shown) <= ENTRIES + AT_THE_TOP * (folder == ROOT / "autopart"), sorted(shown)
-    assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
+    for folder in {path.parent for path in CODE}:
+        shown = [entry.name for entry in folder.iterdir() if entry.name not in hidden]
+        assert len(shown) <= ENTRIES + AT_THE_TOP * (folder == ROOT / "autopart"), f"{folder}: {sorted(shown)}"
+        assert ast.get_docstring(_parsed(folder / "__init__.py")), folder
 
 
 def test_the_import_contracts_are_kept():
@@ -64,24 +69,23 @@ def test_every_module_is_in_the_layers_contract(package):
     assert placed == {f"{package}.{room}" for room in rooms - {"__init__", "__pycache__"}}
 
 
-@pytest.mark.parametrize("path", CODE, ids=_name)
-def test_internal_code_does_not_import_from_the_public_package(path):
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            assert "autopart" not in [alias.name for alias in node.names]
-        if isinstance(node, ast.ImportFrom) and node.module == "autopart":
-            rooms = [ROOT / "autopart" / alias.name for alias in node.names]
-            assert all(room.is_dir() or room.with_suffix(".py").is_file() for room in rooms)
+def test_internal_code_does_not_import_from_the_public_package():
+    for path in CODE:
+        for node in ast.walk(_parsed(path)):
+            if isinstance(node, ast.Import):
+                assert "autopart" not in [alias.name for alias in node.names], path
+            if isinstance(node, ast.ImportFrom) and node.module == "autopart":
+                rooms = [ROOT / "autopart" / alias.name for alias in node.names]
+                assert all(room.is_dir() or room.with_suffix(".py").is_file() for room in rooms), path
 
 
-@pytest.mark.parametrize("path", EVERYTHING, ids=_name)
-def test_files_and_functions_are_short(path):
-    text = path.read_text()
-    assert len(text.splitlines()) <= FILE_LINES
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            length = (node.end_lineno or 0) - node.lineno + 1
-            assert length <= FUNCTION_LINES, f"{node.name} has {length} lines"
+def test_files_and_functions_are_short():
+    for path in EVERYTHING:
+        assert len(path.read_text().splitlines()) <= FILE_LINES, path
+        for node in ast.walk(_parsed(path)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                length = (node.end_lineno or 0) - node.lineno + 1
+                assert length <= FUNCTION_LINES, f"{path}: {node.name} has {length} lines"
 
 
 METHODS, DEPTH = 20, 2
@@ -94,7 +98,7 @@ DEEP: set[str] = set()
 
 
 def test_classes_are_small_and_not_made_of_layers():
-    classes = [n for path in SOURCES for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ClassDef)]
+    classes = [n for path in SOURCES for n in ast.walk(_parsed(path)) if isinstance(n, ast.ClassDef)]
     bases: dict[str, set[str]] = {}
     for each in classes:
         bases.setdefault(each.name, set()).update(ast.unparse(base).split("[")[0] for base in each.bases)
@@ -111,25 +115,25 @@ def test_classes_are_small_and_not_made_of_layers():
     assert {name for name in bases if chain(name) > DEPTH} == DEEP
 
 
-@pytest.mark.parametrize("path", CODE, ids=_name)
-def test_every_file_has_a_docstring(path):
-    assert ast.get_docstring(ast.parse(path.read_text()))
+def test_every_file_has_a_docstring():
+    assert [_name(path) for path in CODE if not ast.get_docstring(_parsed(path))] == []
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "tests/passes").glob("**/*.py")), ids=_name)
-def test_tests_of_passes_start_no_process(path):
-    imported = re.findall(r"^(?:from|import) ([\w.]+)", path.read_text(), re.MULTILINE)
-    assert not {"subprocess", "multiprocessing", "autopart.runtime.launch.local", "torch.distributed"} & set(imported)
+def test_tests_of_passes_start_no_process():
+    starters = {"subprocess", "multiprocessing", "autopart.runtime.launch.local", "torch.distributed"}
+    for path in (ROOT / "tests/passes").glob("**/*.py"):
+        imported = re.findall(r"^(?:from|import) ([\w.]+)", path.read_text(), re.MULTILINE)
+        assert not starters & set(imported), path
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "passes").glob("**/*.py")), ids=_name)
-def test_every_public_function_of_the_planner_is_documented(path):
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
-            assert ast.get_docstring(node), node.name
-            methods = [n for n in ast.iter_child_nodes(node) if isinstance(n, ast.FunctionDef)]
-            for method in methods if isinstance(node, ast.ClassDef) else ():
-                assert method.name.startswith("_") or ast.get_docstring(method), f"{node.name}.{method.name}"
+def test_every_public_function_of_the_planner_is_documented():
+    for path in (ROOT / "passes").glob("**/*.py"):
+        for node in _parsed(path).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+                assert ast.get_docstring(node), f"{path}: {node.name}"
+                methods = [n for n in ast.iter_child_nodes(node) if isinstance(n, ast.FunctionDef)]
+                for method in methods if isinstance(node, ast.ClassDef) else ():
+                    assert method.name.startswith("_") or ast.get_docstring(method), f"{path}: {method.name}"
 
 
 def test_the_public_package_is_small_and_documented():

@@ -231,13 +231,19 @@ class BatchReader:
         check_lists(names, leaves, tree, self._stated)
         leaves = tuple(leaf.movedim(axis, 0) if axis else leaf for leaf, axis in zip(leaves, axes, strict=True))
         rows = self._rows(keys, names, leaves)
-        splits = tuple(self._is_split(key, leaf, rows) for key, leaf in zip(keys, leaves, strict=True))
+        splits = tuple(
+            isinstance(leaf, torch.Tensor) and self._splits.get(key, leaf.dim() > 0 and leaf.shape[0] == rows)
+            for key, leaf in zip(keys, leaves, strict=True)
+        )
         for key, leaf, split in zip(keys, leaves, splits, strict=True):
             if isinstance(leaf, torch.Tensor):
                 self._splits[key] = split
         if self._order is None:
             self._order = pytree.tree_unflatten([None] * len(leaves), spec)
-            self._warn_of_unknown(names)
+            unknown = [said for said in self._stated if not any(is_named(name, said) for name in names)]
+            if unknown:
+                text = f"rows_axis names {', '.join(unknown)}, and the inputs of this batch are {', '.join(names)}"
+                warnings.warn(text, stacklevel=1)
         return Batch(leaves, keys, names, splits, spec, rows, axes=axes)
 
     def _axis(self, key: str, name: str, leaf: Any) -> int:
@@ -254,17 +260,6 @@ class BatchReader:
                 fix="state an axis that it has, or None if it has no rows",
             )
         return (axis or 0) % max(1, leaf.dim())
-
-    def _warn_of_unknown(self, names: Sequence[str]) -> None:
-        unknown = [said for said in self._stated if not any(is_named(name, said) for name in names)]
-        if unknown:
-            text = f"rows_axis names {', '.join(unknown)}, and the inputs of this batch are {', '.join(names)}"
-            warnings.warn(text, stacklevel=2)
-
-    def _is_split(self, key: str, leaf: Any, rows: int | None) -> bool:
-        if not isinstance(leaf, torch.Tensor):
-            return False
-        return self._splits.get(key, leaf.dim() > 0 and leaf.shape[0] == rows)
 
     def _rows(self, keys: Sequence[str], names: Sequence[str], leaves: Sequence[Any]) -> int | None:
         """Return the rows of a batch: those of tensors that had rows before, else the most common size of axis 0."""
@@ -320,7 +315,7 @@ def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     kwargs: dict[Any, Any] = {}
     if isinstance(batch, Mapping):
         kwargs = dict(batch)
-    elif _is_args_and_kwargs(batch):
+    elif isinstance(batch, tuple) and len(batch) == 2 and isinstance(batch[0], tuple) and isinstance(batch[1], Mapping):
         args, kwargs = tuple(batch[0]), dict(batch[1])
     elif isinstance(batch, (tuple, list)) and not hasattr(batch, "_fields"):
         args = tuple(batch)
@@ -330,12 +325,6 @@ def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if not isinstance(key, str):
             raise BatchError(f"keyword {key!r} of the batch is not a string", fix="name every keyword argument")
     return tuple(map(_plain_containers, args)), {k: _plain_containers(v) for k, v in kwargs.items()}
-
-
-def _is_args_and_kwargs(batch: Any) -> bool:
-    return (
-        isinstance(batch, tuple) and len(batch) == 2 and isinstance(batch[0], tuple) and isinstance(batch[1], Mapping)
-    )
 
 
 def _plain_containers(tree: Any) -> Any:

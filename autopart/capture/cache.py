@@ -63,7 +63,6 @@ class CaptureCache:
         self._forget("")
 
     def _forget(self, version: str) -> None:
-        """Begin with a model of which nothing is known."""
         self.version = version
         self._values: dict[tuple[str, object], set[object]] = {}
         self._free: dict[tuple[str, object], tuple[int, ...]] = {}
@@ -116,8 +115,10 @@ class CaptureCache:
             self.made += 1
             self._note_shapes(batch)
             self._observed.update(captured.observed)
-            if mode == "step":
-                self._flags = self._flags_read()
+            if mode == "step":  # in the order of the modules, which all ranks share
+                loss = self._loss_fn.modules() if isinstance(self._loss_fn, nn.Module) else ()
+                read = (module for module in (*self.model.modules(), *loss) if module in self._observed.training)
+                self._flags = {module: module.training for module in read}
             self._watches = [ModelWatch(self.model, self._observed, self._flags)]
             if self.trained.loss_fn is not None:
                 self._watches.append(ModelWatch(self.trained.loss_fn, Observed(order=self._observed.order), {}))
@@ -155,13 +156,6 @@ class CaptureCache:
         known = {address for other in self.kept.values() for address in other.constants}
         lifted = sum(size for address, size in captured.constants.items() if address not in known)
         return captured.program_bytes + lifted
-
-    def _flags_read(self) -> dict[nn.Module, bool]:
-        """Return the training flags that forward() read, in the order of the modules, which all ranks share."""
-        loss = self._loss_fn.modules() if isinstance(self._loss_fn, nn.Module) else ()
-        return {
-            module: module.training for module in (*self.model.modules(), *loss) if module in self._observed.training
-        }
 
     def judged(self, batch: Batch, mode: str = "step") -> Batch:
         """Return the batch with its answers to what the model's Python asks about its numbers.
@@ -232,12 +226,16 @@ class CaptureCache:
         RefusedError for a change that no capture can follow, such as a parameter that is another object.  Costs what
         `ModelWatch.changes` costs.
         """
-        changes = [change for watch in self._watches for change in watch.changes(training=training)]
+
+        def changed(watches: Iterable[ModelWatch]) -> list[str]:
+            return [change for watch in watches for change in watch.changes(training=training)]
+
+        changes = changed(self._watches)
         if not self._watches:  # the last capture failed
             self.check_tensors()
         if changes:
             aside = {name: vars(self)[name] for name in _OF_ONE_MODEL}
-            known = next((own for own in self._aside if _is_of(own["_watches"], training)), None)
+            known = next((own for own in self._aside if own["_watches"] and not changed(own["_watches"])), None)
             self._aside = [own for own in (aside, *self._aside) if own is not known][:_MODELS]
             digest = hashlib.blake2b("\n".join([self.version, *changes]).encode(), digest_size=8).hexdigest()
             self._forget(f"{digest} {', '.join(changes[:_NAMED])}")
@@ -256,11 +254,6 @@ class CaptureCache:
 
 _OF_ONE_MODEL = ("version", "kept", "_values", "_free", "_observed", "_flags", "_watches", "_asked")
 _MODELS = 3
-
-
-def _is_of(watches: Sequence[ModelWatch], training: bool) -> bool:
-    """Return whether captures are of the model as it is now."""
-    return bool(watches) and not any(watch.changes(training=training) for watch in watches)
 
 
 def _warn_of_many(places: Iterable[str]) -> None:

@@ -19,15 +19,14 @@ from torch.fx import graph_module
 from autopart.batch.batch import Batch
 from autopart.capture.gc_pause import gc_paused
 from autopart.capture.python.guards import check_aliased_buffers, check_autocast
-from autopart.capture.python.habits.habits import HABITS
+from autopart.capture.python.habits.checkpointing import checkpointed
+from autopart.capture.python.habits.habits import patched
 from autopart.capture.python.reads.host_reads import Questions, WholeBatchAsked
 from autopart.capture.python.watch.observed import Observed
 from autopart.capture.python.watch.restored import left_as_it_was
-from autopart.capture.trace.autocast import Autocast
+from autopart.capture.trace.autocast import Autocast, brought_back, moved
 from autopart.capture.trace.export import LossFn, Wrapper, explained, export, quiet
-from autopart.capture.trace.fake_device import brought_back, moved
 from autopart.capture.trace.lower import lower
-from autopart.capture.trace.patches import patched
 from autopart.capture.trace.to_graph import Names, NumberOfData, read_graph, read_names
 from autopart.capture.trained import on_meta
 from autopart.ir.errors import AutopartError, CaptureError, RefusedError
@@ -154,14 +153,11 @@ def _capture(
     sample = batch.with_rows(size.rows if size is not None else batch.rows or 1).to(device)
     wrapper = Wrapper(model, sample, batch, loss_fn, wants_outputs=mode == "predict", autocast=autocast)
     with patched(), _transforms_closed():
-        with quiet(), _training_flags(wrapper, model, evaluate=mode != "step"):
-            if there == device and not comes:
-                program, module = _lowered(model, export(wrapper, sample))
-            else:
-                with moved(wrapper, sample, there) as fake:
-                    program, module = _lowered(model, export(wrapper, fake))
-                if there != device:
-                    brought_back(module, device)
+        traced = moved(wrapper, sample, there) if there != device or comes else contextlib.nullcontext(sample)
+        with quiet(), _training_flags(wrapper, model, evaluate=mode != "step"), traced as given:
+            program, module = _lowered(model, export(wrapper, given))
+        if there != device:
+            brought_back(module, device)
         _refuse_changed_parameters(program)
         outputs = _outputs_by_ops(program, module)
         names = read_names(program, module, wrapper, sample)
@@ -172,11 +168,10 @@ def _capture(
             fallback = CaptureError(error.what, where=error.where, why=error.why, fix=error.fix)
             raise wrapper.asker.refusal or fallback from None
     module.recompile()
-    groups = tuple(group for habit in HABITS if habit.groups is not None for group in habit.groups(module.graph))
-    masks = tuple(wrapper.asker.masks.found)
-    asker, planned_only = wrapper.asker, not values_come and any(tensor.is_meta for tensor in names.tensors.values())
+    asker, masks, groups = wrapper.asker, tuple(wrapper.asker.masks.found), checkpointed(module.graph)
+    planned_only = not values_come and any(tensor.is_meta for tensor in names.tensors.values())
     return Captured(
-        module, graph, names, wrapper.outputs, wrapper.observed, asker.questions, masks, groups, planned_only
+        module, graph, names, wrapper.seen.outputs, wrapper.observed, asker.questions, masks, groups, planned_only
     )
 
 
@@ -240,9 +235,9 @@ def _outputs_by_ops(program: torch.export.ExportedProgram, module: fx.GraphModul
 
     A result, or a buffer's new value, that is an input or parameter itself becomes a copy of it.
     """
-    final = next(node for node in module.graph.nodes if node.op == "output")
+    final = module.graph.output_node()
     own = {spec.target: spec.arg.name for spec in program.graph_signature.input_specs if spec.target is not None}
-    results = list(final.args[0])
+    results: list[Any] = list(final.args[0])  # type: ignore[arg-type]
     chosen: list[fx.Node] = []
     for place, spec in enumerate(program.graph_signature.output_specs):
         node = results[place]

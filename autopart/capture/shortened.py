@@ -11,7 +11,7 @@ from torch import fx
 from autopart.capture.capture import Captured
 from autopart.capture.trace.to_graph import results_of
 from autopart.ir.errors import RefusedError
-from autopart.ir.graph import Graph, check
+from autopart.ir.graph import check
 
 
 def without_prefix(captured: Captured, kept: Sequence[str]) -> Captured:
@@ -20,9 +20,17 @@ def without_prefix(captured: Captured, kept: Sequence[str]) -> Captured:
     All other names stay.  Raises RefusedError if what is left out learns.  O(nodes).
     """
     graph = captured.graph
-    _refuse_learning(graph, kept)
+    makes, learning = graph.ops_between((), kept), graph.learning_ops()
+    op = next((op for op in graph.ops if op.name in learning & makes), None)
+    missing = set(kept) - graph.value_map().keys()
+    if op is not None or missing:
+        raise RefusedError(
+            "the plan that runs begins behind layers that were frozen, and this batch does not",
+            where=f"module {op.module} at {op.where}" if op else f"{len(missing)} values are not in its program",
+            why="they learn again" if op else "another program runs for such a batch",
+            fix="call pipe.replan(optimizer) on every rank: the next plan begins where the frozen layers end now",
+        )
     behind = graph.ops_between(kept, {*graph.outputs, *(value for _, value in graph.updates)})
-    makes = graph.ops_between((), kept)
     used = (name for op in graph.ops if op.name in makes for name in op.params)
     inputs = (*graph.inputs, *kept)
     values = graph.value_map()
@@ -42,22 +50,6 @@ def without_prefix(captured: Captured, kept: Sequence[str]) -> Captured:
         captured, module=module, graph=check(shorter), names=names,
         checkpointed=tuple(group for group in groups if group),
     )  # fmt: skip
-
-
-def _refuse_learning(graph: Graph, kept: Sequence[str]) -> None:
-    missing = set(kept) - graph.value_map().keys()
-    learning = graph.learning_ops() & graph.ops_between((), kept)
-    op = next((op for op in graph.ops if op.name in learning), None)
-    if op is None and not missing:
-        return
-    raise RefusedError(
-        "the plan that runs begins behind layers that were frozen, and this batch does not",
-        where=f"module {op.module} at {op.where}"
-        if op is not None
-        else f"{len(missing)} values are not in its program",
-        why="they learn again" if op is not None else "another program runs for such a batch",
-        fix="call pipe.replan(optimizer) on every rank: the next plan begins where the frozen layers end now",
-    )
 
 
 def _module(captured: Captured, behind: Collection[str], kept: Sequence[str]) -> fx.GraphModule:

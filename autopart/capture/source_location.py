@@ -6,12 +6,11 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _NOT_USER = (
@@ -43,39 +42,29 @@ def is_library_file(filename: str) -> bool:
     return filename.startswith(LIBRARIES)
 
 
-def user_line() -> str:
-    """Return file:line of the innermost frame of the user in the current stack."""
-    for frame, line in traceback.walk_stack(sys._getframe(1)):
-        if is_user_file(frame.f_code.co_filename):
-            return f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
-    return ""
-
-
-def user_line_of_text(stack: str | None) -> str:
-    """Return file:line of the innermost frame of the user in the text of a stack, as torch.fx records it."""
-    for match in reversed(list(_FRAME.finditer(stack or ""))):
+def line_of(node: fx.Node) -> str:
+    """Return file:line of the innermost frame of the user in the stack that torch.fx recorded for an op."""
+    for match in reversed(list(_FRAME.finditer(node.meta.get("stack_trace") or ""))):
         if is_user_file(match["file"]):
             return f"{match['file']}:{match['line']}"
     return ""
 
 
-def user_place(model: nn.Module, trace: TracebackType | None) -> str:
-    """Return the module path and file:line of the innermost frame of the user in a traceback."""
-    return _place(model, reversed(list(traceback.walk_tb(trace))))
+def user_line() -> str:
+    """Return file:line of the innermost frame of the user in the current stack."""
+    return user_place()
 
 
-def place_of_caller(model: nn.Module) -> str:
-    """Return the module path and file:line of the innermost frame of the user in the current stack."""
-    return _place(model, traceback.walk_stack(sys._getframe(1)))
-
-
-def _place(model: nn.Module, frames: Iterable[tuple[FrameType, int]]) -> str:
-    paths = {id(module): path for path, module in model.named_modules()}
+def user_place(model: nn.Module | None = None, trace: TracebackType | None = None) -> str:
+    """Return the module path and file:line of the innermost frame of the user, in a traceback or the current stack."""
+    paths = {id(module): path for path, module in model.named_modules()} if model is not None else {}
+    frames = reversed(list(traceback.walk_tb(trace))) if trace is not None else traceback.walk_stack(sys._getframe(1))
     path = line = ""
     for frame, number in frames:
         if not line and is_user_file(frame.f_code.co_filename):
             line = f"{frame.f_code.co_filename}:{number} in {frame.f_code.co_name}"
-        path = path or paths.get(id(frame.f_locals.get("self")), "")
-        if path and line:
+        if paths and not path:
+            path = paths.get(id(frame.f_locals.get("self")), "")
+        if line and (path or not paths):
             break
     return ", ".join(part for part in (f"module {path}" if path else "", line) if part)

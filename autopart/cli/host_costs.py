@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,26 +28,10 @@ from autopart.options import read_options
 from autopart.pipe.pipe import Pipe
 from autopart.runtime.launch.local import launch, under_torchrun
 
-_LAYERS, _WIDTH, _MICROS, _ROWS = 24, 16, 16, 32
+_LAYERS, _WIDTH, MICROS, _ROWS = 24, 16, 16, 32
 _WARM_UPS, _STEPS = 5, 60
 _LIMIT_S = 300.0
 """Time limit of the local processes."""
-
-
-@dataclass(frozen=True)
-class Spent:
-    """Nanoseconds of processor time that all ranks of a plan spend on a step, less those of its ops.
-
-    one: of one micro-batch on one rank.  many: of `micros`.  staged: of one micro-batch in two stages.  replicated: of
-    one, on all `world` ranks.  The last two are None where there is one rank.
-    """
-
-    one: float
-    many: float
-    staged: float | None = None
-    replicated: float | None = None
-    micros: int = _MICROS
-    world: int = 1
 
 
 def detect_all(ranks: int | None = None) -> Cluster:
@@ -66,31 +50,37 @@ def measured_host(cluster: Cluster) -> HostCosts:
     threads, world = torch.get_num_threads(), cluster.world
     torch.set_num_threads(1)
     try:
-        spent = Spent(
-            _spent(cluster, (0,), stages=1, replicas=1, micro_batches=1),
-            _spent(cluster, (0,), stages=1, replicas=1, micro_batches=_MICROS),
-            _spent(cluster, (0, 1), stages=2, replicas=1, micro_batches=1) if world > 1 else None,
-            _spent(cluster, range(world), stages=1, replicas=world, micro_batches=1, zero=0) if world > 1 else None,
-            world=world,
-        )
+        one = _spent(cluster, (0,), stages=1, replicas=1, micro_batches=1)
+        many = _spent(cluster, (0,), stages=1, replicas=1, micro_batches=MICROS)
+        staged = replicated = None
+        if world > 1:
+            staged = _spent(cluster, (0, 1), stages=2, replicas=1, micro_batches=1)
+            replicated = _spent(cluster, range(world), stages=1, replicas=world, micro_batches=1, zero=0)
     finally:
         torch.set_num_threads(threads)
-    return host_costs(spent, (world - 1) * cluster.levels[-1].link.latency_ns)
+    waited_ns = (world - 1) * cluster.levels[-1].link.latency_ns
+    return host_costs(one, many, staged, replicated, world=world, waited_ns=waited_ns)
 
 
-def host_costs(spent: Spent, waited_ns: int) -> HostCosts:
-    """Return the costs that explain what ranks spend, each at least 0.  waited_ns: for other ranks, once a step.
+def host_costs(
+    one: float, many: float, staged: float | None, replicated: float | None, *, world: int, waited_ns: int
+) -> HostCosts:
+    """Return the costs that explain what ranks spend, each at least 0.
+
+    one: nanoseconds of processor time that a step of one micro-batch takes on one rank, less those of its ops.  many:
+    of `MICROS`.  staged: of one micro-batch in two stages.  replicated: of one, on all `world` ranks.  The last two are
+    None where there is one rank.  waited_ns: for other ranks, once a step.
 
     m micro-batches on one rank take step + 2 m compute.  Two stages and one micro-batch take two steps, four computes
     and two messages with two ends each.  n replicas take n steps, 2 n computes, and n times the sum of one bucket.
     """
-    compute = max(0.0, (spent.many - spent.one) / (2 * (spent.micros - 1)))
-    step = max(0.0, spent.one - 2 * compute)
+    compute = max(0.0, (many - one) / (2 * (MICROS - 1)))
+    step = max(0.0, one - 2 * compute)
     message = summed = 0.0
-    if spent.staged is not None:
-        message = max(0.0, (spent.staged - 2 * step - 4 * compute) / 4)
-    if spent.replicated is not None:
-        summed = max(0.0, spent.replicated / spent.world - step - 2 * compute)
+    if staged is not None:
+        message = max(0.0, (staged - 2 * step - 4 * compute) / 4)
+    if replicated is not None:
+        summed = max(0.0, replicated / world - step - 2 * compute)
     return HostCosts(*(rounded(ns) if ns >= 1 else 0 for ns in (compute, message, summed, step + waited_ns)))
 
 

@@ -56,17 +56,10 @@ def load_model(name: str, seed: int = 0, rows: int | None = None, tokens: int | 
     torch.manual_seed(seed)
     made = make()
     if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], nn.Module):
-        raise UsageError(
-            f"{name} returned {_described(made)}",
-            fix="return (model, batch) or (model, batch, loss_fn)",
-        )
+        kinds = [type(part).__name__ for part in made] if isinstance(made, tuple) else []
+        what = f"({', '.join(kinds)})" if isinstance(made, tuple) else f"a {type(made).__name__}"
+        raise UsageError(f"{name} returned {what}", fix="return (model, batch) or (model, batch, loss_fn)")
     return Subject(*made)
-
-
-def _described(made: object) -> str:
-    if isinstance(made, tuple):
-        return "(" + ", ".join(type(part).__name__ for part in made) + ")"
-    return f"a {type(made).__name__}"
 
 
 def _function(name: str) -> Callable[[], Any]:
@@ -119,17 +112,6 @@ _TEXT: dict[str, Any] = {
 }  # fmt: skip
 
 
-def gpt2(layers: int = 4, width: int = 128, seq: int = SEQ) -> nn.Module:
-    """Make a GPT-2 over bytes without dropout, in training mode."""
-    hf = transformers()
-    config = hf.GPT2Config(
-        vocab_size=VOCAB, n_positions=seq, n_embd=width, n_layer=layers, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0,
-        attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
-    model: nn.Module = hf.GPT2LMHeadModel(config)
-    return model.train()
-
-
 def _tokens(seed: int = 1) -> torch.Tensor:
     return torch.randint(VOCAB, (ROWS, SEQ), generator=torch.Generator().manual_seed(seed))
 
@@ -140,8 +122,13 @@ def _language_batch() -> dict[str, torch.Tensor]:
 
 
 def gpt2_tiny() -> tuple[nn.Module, Any]:
-    """Make a GPT-2 with 4 layers and a tied head."""
-    return gpt2(), _language_batch()
+    """Make a GPT-2 over bytes with 4 layers, a tied head and no dropout."""
+    hf = transformers()
+    config = hf.GPT2Config(
+        vocab_size=VOCAB, n_positions=SEQ, n_embd=128, n_layer=4, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0,
+        attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return hf.GPT2LMHeadModel(config).train(), _language_batch()
 
 
 def llama_tiny() -> tuple[nn.Module, Any]:

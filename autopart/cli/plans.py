@@ -27,8 +27,7 @@ from autopart.planning.schedule_files import schedule_text
 from autopart.report.comparison import Answer, comparison_facts, comparison_table
 from autopart.report.page.page import write_page
 from autopart.report.plan_table import plan_facts, stage_table, terminal_width
-from autopart.report.text_timeline import timeline_text
-from autopart.report.traces import save_trace
+from autopart.report.traces import save_trace, timeline_text
 
 PlanPath = Annotated[Path, typer.Argument(help="A plan file")]
 Compare = Annotated[

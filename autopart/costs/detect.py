@@ -28,8 +28,7 @@ from torch.utils.benchmark import Timer
 
 from autopart.costs.measure import wait_for
 from autopart.files.clusters import link_within_host, parse_cluster, this_host
-from autopart.ir.cluster import Cluster, Device, Level, Link, check
-from autopart.ir.device_kinds import DEVICE_KINDS
+from autopart.ir.cluster import DEVICE_KINDS, Cluster, Device, Level, Link, check
 from autopart.ir.errors import ClusterError
 from autopart.launcher import adopt_task
 from autopart.runtime.activity import waiting

@@ -50,7 +50,7 @@ def measure_costs(captured: Captured, device: Device) -> tuple[Graph, tuple[str,
     mean error of the analytic costs of the measured ops.
     """
     graph = analytic_costs(captured.graph, device)
-    kept, new = read_times(environment(device)), dict[str, OpTimes]()
+    kept = read_times(environment(device))
     samples = _samples(captured, graph, torch.device(device.device_type))
     found: dict[str, OpTimes] = {}
     deadline = time.monotonic() + BUDGET_S
@@ -66,14 +66,8 @@ def measure_costs(captured: Captured, device: Device) -> tuple[Graph, tuple[str,
             continue
         counts["known" if known else "measured"] += 1
         found[sample.key] = entry
-        if known is None:
-            new[sample.key] = entry
-    keep_times(environment(device), new)
+    keep_times(environment(device), {key: times for key, times in found.items() if key not in kept})
     keys = {name: sample.key for sample in samples for name in sample.ops}
-    return _with_costs(graph, keys, found, added_ns(graph, device)), _notes(counts)
-
-
-def _notes(counts: Mapping[str, int]) -> tuple[str, ...]:
     notes = [f"costs: {counts['measured']} distinct ops measured, {counts['known']} known from earlier runs"]
     if counts["failed"]:
         notes.append(f"costs: {counts['failed']} distinct ops cannot be measured alone; their costs were estimated")
@@ -81,7 +75,7 @@ def _notes(counts: Mapping[str, int]) -> tuple[str, ...]:
         notes.append(
             f"costs: no time to measure {counts['late']} distinct ops; their costs were estimated and rescaled"
         )
-    return tuple(notes)
+    return _with_costs(graph, keys, found, added_ns(graph, device)), tuple(notes)
 
 
 def _with_costs(graph: Graph, keys: Mapping[str, str], found: Mapping[str, OpTimes], added: Mapping[str, int]) -> Graph:
@@ -108,39 +102,22 @@ def _ratio(measured_ns: int, analytic_ns: int) -> float:
     return measured_ns / analytic_ns if measured_ns and analytic_ns else 1.0
 
 
-@dataclass(frozen=True)
-class _Tensor:
-    """Shape, strides and dtype of an operand, from which one with made-up values is made."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    grad: bool
-
-    def __str__(self) -> str:
-        return f"{self.dtype}{list(self.shape)}/{list(self.stride)}{'g' if self.grad else ''}"
-
-    @property
-    def extent(self) -> int:
-        """Number of elements of its storage."""
-        if 0 in self.shape:
-            return 0
-        return 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
-
-    def make(self, device: torch.device) -> torch.Tensor:
-        """Make a tensor: floats from 0.5 to 1.5 (safe for log and division), integers 0 (valid indices), bools True."""
-        flat = torch.empty(self.extent, dtype=self.dtype, device=device)
-        if self.dtype.is_floating_point or self.dtype.is_complex:
-            flat.uniform_(0.5, 1.5, generator=torch.Generator(device).manual_seed(0))
-        else:
-            flat.fill_(self.dtype == torch.bool)
-        tensor = flat.as_strided(self.shape, self.stride).detach()
-        return tensor.requires_grad_(self.grad)
+def _shaped(example: torch.Tensor, *, grad: bool) -> torch.Tensor:
+    """Return a tensor on the meta device with shape, strides and dtype of another one, and a storage of its own."""
+    plain = torch.empty_strided(example.shape, example.stride(), dtype=example.dtype, device="meta")
+    return plain.requires_grad_(grad)
 
 
-def made_up(example: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor like `example` with values that are safe for most ops: floats around 1, integers 0."""
-    return _Tensor(tuple(example.shape), tuple(example.stride()), example.dtype, False).make(device)
+def made_up(example: torch.Tensor, device: torch.device, *, grad: bool = False) -> torch.Tensor:
+    """Return a tensor like `example` with other values: floats from 0.5 to 1.5 (safe for log and division), integers 0
+    (valid indices), bools True."""
+    elements = _shaped(example, grad=False).untyped_storage().nbytes() // example.itemsize
+    flat = torch.empty(elements, dtype=example.dtype, device=device)
+    if example.is_floating_point() or example.is_complex():
+        flat.uniform_(0.5, 1.5, generator=torch.Generator(device).manual_seed(0))
+    else:
+        flat.fill_(example.dtype == torch.bool)
+    return flat.as_strided(example.shape, example.stride()).detach().requires_grad_(grad)
 
 
 @dataclass(frozen=True)
@@ -178,14 +155,14 @@ def _samples(captured: Captured, graph: Graph, device: torch.device) -> list[_Sa
 def _described(
     node: fx.Node, captured: Captured, values: Mapping[str, Value], params: Mapping[str, Param], device: torch.device
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of an op, each tensor replaced by its description and each device by the measured one."""
+    """Return the arguments of an op, each tensor on the meta device and each device replaced by the measured one."""
 
     def describe(source: fx.Node) -> Any:
         example = source.meta["val"]
         names = captured.names
         param = names.params.get(source.name)
         grad = params[param].trainable if param is not None else values[names.value(source)].grad
-        return _Tensor(tuple(example.shape), tuple(example.stride()), example.dtype, grad)
+        return _shaped(example, grad=grad)
 
     mapped = fx.map_arg((node.args, node.kwargs), describe)
     args, kwargs = pytree.tree_map(lambda x: device if isinstance(x, torch.device) else x, mapped)
@@ -196,18 +173,25 @@ def _text(value: Any) -> str:
     """Return a text that is equal for equal arguments, without the number that distinguishes random ops."""
     if isinstance(value, tuple) and len(value) > 1 and isinstance(value[0], torch._ops.OpOverload):
         value = (value[0], *value[2:])
-    return str(pytree.tree_map(str, value))
+
+    def text(part: Any) -> str:
+        if not isinstance(part, torch.Tensor):
+            return str(part)
+        return f"{part.dtype}{list(part.shape)}/{list(part.stride())}{'g' if part.requires_grad else ''}"
+
+    return str(pytree.tree_map(text, value))
 
 
 def _measured(sample: _Sample, device: Device) -> OpTimes | None:
     """Return the times of one op, or None if it cannot run alone."""
-    described = [x for x in pytree.tree_leaves((sample.args, sample.kwargs)) if isinstance(x, _Tensor)]
-    if sum(t.extent * t.dtype.itemsize for t in described) > device.memory_bytes // _MEMORY_SHARE:
+    described = [x for x in pytree.tree_leaves((sample.args, sample.kwargs)) if isinstance(x, torch.Tensor)]
+    if sum(t.untyped_storage().nbytes() for t in described) > device.memory_bytes // _MEMORY_SHARE:
         return None
     where = torch.device(device.device_type)
     try:
         args, kwargs = pytree.tree_map(
-            lambda x: x.make(where) if isinstance(x, _Tensor) else x, (sample.args, sample.kwargs)
+            lambda x: made_up(x, where, grad=x.requires_grad) if isinstance(x, torch.Tensor) else x,
+            (sample.args, sample.kwargs),
         )
         with torch.set_grad_enabled(sample.grad):
             forward = _median_ns(lambda: sample.target(*args, **kwargs), where)

@@ -172,8 +172,17 @@ class _TimedRun(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         """Run a node; the autograd nodes of an op are those that its operands do not have."""
         result = super().run_node(n)
-        if n.op in ("call_function", "call_module"):
-            self._adopt(n.name, result)
+        if n.op not in ("call_function", "call_module"):
+            return result
+        self.forward[n.name] = self._took
+        found = [t.grad_fn for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+        while found:
+            node = found.pop()
+            if node in self._seen:
+                continue
+            self._seen.add(node)
+            self._handles += node.register_prehook(self._begin), node.register_hook(partial(self._end, n.name))
+            found += [before for before, _ in node.next_functions if before is not None]
         return result
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -187,17 +196,6 @@ class _TimedRun(fx.Interpreter):
     def _clocked(self, code: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._took, result = clocked(partial(code, *args, **kwargs), self._device)
         return result
-
-    def _adopt(self, name: str, result: Any) -> None:
-        self.forward[name] = self._took
-        found = [t.grad_fn for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.grad_fn is not None]
-        while found:
-            node = found.pop()
-            if node in self._seen:
-                continue
-            self._seen.add(node)
-            self._handles += node.register_prehook(self._begin), node.register_hook(partial(self._end, name))
-            found += [before for before, _ in node.next_functions if before is not None]
 
     def _begin(self, grads: Any) -> None:
         wait_for(self._device)

@@ -2,26 +2,12 @@
 
     "cpu:2"   "cpu"   "cuda:8"   "h200x8"   "p3.16xlarge:2" (nodes)   "cluster.yaml"   None
 
-A file (YAML, TOML or JSON) lists devices, of one kind or several, and, innermost first, the levels of links between
-them; `ir.cluster` says what the bandwidth of a level is:
-
-    devices:
-      - {kind: cuda, count: 4, memory: 80GiB, flops: {bfloat16: 3e14, float32: 2e13}, memory_bandwidth: 2e12}
-      - {kind: cuda, count: 4, name: V100}
-    levels:
-      - {size: 4, latency_us: 5, bandwidth: 3e11}
-      - {size: 8, latency_us: 20, bandwidth: 2.5e10}
-
-memory is in bytes, flops in 1/s, bandwidths in bytes/s; "80GiB", "1e12" and "25 GB" are numbers too.  flops: one rate,
-or a rate for each dtype; a dtype that is not listed gets the rate of `default`, else the lowest.  flow: the part of a
-port that a single device can use, if the port consists of several network cards.  efficiency, memory_efficiency: the
-shares of `flops` and of `memory_bandwidth` that kernels reach; 1 if the file gives these rates.  price_per_hour: of one
-device, in any currency, for comparisons of clusters.  A device whose name `presets` knows has the numbers of its data
-sheet; one with another name has to state memory, flops and memory_bandwidth.  Without a name, what is left out gets the
-defaults below, which are rough, of the order of a server CPU or a recent data-centre GPU.  What hosts spend besides is
-nothing, unless a file says it (`ir.cluster.HostCosts`), in microseconds:
-
-    host: {compute_us: 40, message_us: 60, sum_us: 200, step_us: 900}
+docs/planning.md shows a file; `ir.cluster` says what the bandwidth of a level is.  memory is in bytes, flops in 1/s,
+bandwidths in bytes/s; "80GiB", "1e12" and "25 GB" are numbers too.  flops: one rate, or a rate for each dtype; a dtype
+that is not listed gets the rate of `default`, else the lowest.  efficiency, memory_efficiency: the shares of `flops`
+and of `memory_bandwidth` that kernels reach; 1 if the file gives these rates.  What a device without a name leaves out
+gets the defaults below, which are rough, of the order of a server CPU or a recent data-centre GPU.  What hosts spend
+besides (`ir.cluster.HostCosts`) is in microseconds.
 """
 
 from __future__ import annotations
@@ -43,8 +29,7 @@ from autopart.files.documents import PARSERS, read_document
 from autopart.files.limits import MAX_INTEGER, MAX_LEVELS, MAX_RANKS, MAX_RATES
 from autopart.files.presets import DEVICES, NODES, several
 from autopart.files.reading import brief, named, validated
-from autopart.ir.cluster import UNMEASURED, Cluster, Device, HostCosts, Level, Link, check
-from autopart.ir.device_kinds import DEVICE_KINDS
+from autopart.ir.cluster import DEVICE_KINDS, UNMEASURED, Cluster, Device, HostCosts, Level, Link, check
 from autopart.ir.errors import ClusterError
 from autopart.launcher import launcher_variables
 

@@ -198,11 +198,6 @@ _LONG = {
     "spans": "simulated steps",
 }
 """Fields of an outlook that are too long to show, and what they are called."""
-_UNITS = {
-    "step_ns": "step: {old_ms:.3g} ms -> {new_ms:.3g} ms ({change:+.1%})",
-    "bubble": "bubble: {old:.1%} -> {new:.1%}",
-}
-"""How fields with a unit are shown."""
 
 
 def _changes(
@@ -211,15 +206,15 @@ def _changes(
     """Yield the fields in which two sections of one class differ."""
     for name in [each.name for each in fields(before)]:
         old, new = getattr(before, name), getattr(after, name)
-        if name not in leave_out and old != new:
-            yield _UNITS.get(name, "{name}: {old} -> {new}").format(
-                name=name, old=old, new=new, old_ms=_scaled(old, 1e6), new_ms=_scaled(new, 1e6),
-                change=_scaled(new, 1) / _scaled(old, 1) - 1 if _scaled(old, 1) else 0.0,
-            )  # fmt: skip
-
-
-def _scaled(value: object, unit: float) -> float:
-    return value / unit if isinstance(value, int | float) else 0.0
+        if name in leave_out or old == new:
+            continue
+        if name == "step_ns":
+            change = new / old - 1 if old else 0.0
+            yield f"step: {old / 1e6:.3g} ms -> {new / 1e6:.3g} ms ({change:+.1%})"
+        elif name == "bubble":
+            yield f"bubble: {old:.1%} -> {new:.1%}"
+        else:
+            yield f"{name}: {old} -> {new}"
 
 
 def _decision_changes(a: Decision, b: Decision) -> Iterator[str]:

@@ -81,23 +81,19 @@ def malformed(what: str, problems: list[Problem], fix: str = "") -> Exception:
 
 
 def validated(what: str, validate: Callable[[Any], Content], document: Any, fix: str = "") -> Content:
-    """Return what a validator of pydantic makes of a document.  Raises `unreadable` with everything that is wrong."""
+    """Return what a validator of pydantic makes of a document.
+
+    Raises `unreadable` with everything that is wrong, or for more than `MOST_PROBLEMS` with their number: pydantic
+    lists all or none, and each takes memory.
+    """
     try:
         return validate(document)
     except ValidationError as error:
-        raise malformed(what, _problems_of(error), fix) from error
-
-
-def _problems_of(error: ValidationError) -> list[Problem]:
-    """Return what pydantic found wrong, as (path, message) with paths such as stages[1].ranks[0].
-
-    For more than `MOST_PROBLEMS` only their number: pydantic lists all or none, and each takes memory.
-    """
-    count = error.error_count()
-    if count > MOST_PROBLEMS:
-        return [("the file", f"{count} values are wrong, too many to name")]
-    found = error.errors(include_url=False, include_context=False)
-    return [(path_of(each["loc"]), _message(each["msg"], each["type"], each["input"])) for each in found]
+        problems = [("the file", f"{error.error_count()} values are wrong, too many to name")]
+        if error.error_count() <= MOST_PROBLEMS:
+            found = error.errors(include_url=False, include_context=False)
+            problems = [(path_of(each["loc"]), _message(each["msg"], each["type"], each["input"])) for each in found]
+        raise malformed(what, problems, fix) from error
 
 
 def _message(text: str, kind: str, found: object) -> str:

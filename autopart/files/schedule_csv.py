@@ -38,15 +38,11 @@ _FIX = "write it with _dump_csv of torch.distributed.pipelining, or autopart.sav
 
 
 class _Cell(NamedTuple):
-    """A compute and where it stands, both counted from 1."""
+    """A compute and where it stands."""
 
     action: Action
     line: int
-    column: int
-
-    @property
-    def place(self) -> str:
-        return f"line {self.line}, column {self.column}"
+    place: str
 
 
 def read_schedule_csv(path: str | os.PathLike[str]) -> tuple[Row, ...]:
@@ -80,11 +76,11 @@ def _lines(text: str) -> tuple[list[list[_Cell]], list[Problem]]:
                 raise unreadable("is too large", where=f"line {number}", why=why)
             lines.append([])
             for column, cell in enumerate(row, 1):
-                actions = _actions(cell.strip())
+                actions, place = _actions(cell.strip()), f"line {number}, column {column}"
                 if actions is None:
                     why = f"{brief(cell)} is not an action; they look like 2F0, 2B0, 2I0, 2W0, 2SEND_F0 or 2UNSHARD"
-                    problems.append((f"line {number}, column {column}", why))
-                lines[-1] += [_Cell(action, number, column) for action in actions or ()]
+                    problems.append((place, why))
+                lines[-1] += [_Cell(action, number, place) for action in actions or ()]
     except csv.Error as error:
         raise unreadable("is not CSV", where=f"line {reader.line_num}", why=str(error)) from error
     return lines, problems

@@ -6,7 +6,7 @@
 A callback of `Trainer` sees steps and cannot run them, so the smallest place for a pipeline is a subclass.  Every rank
 reads the same whole batches, in the order of a single process.  Steps, evaluation and prediction run in the pipeline;
 the model on each rank has the newest weights of that rank's stage alone, and all of them before it is saved and at the
-end of `train`.  What other classes override runs too, or is refused (`trainer_limits`).
+end of `train`.  What other classes override runs too, or is refused (`trainer_parts`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from autopart.api import compile as compile_pipe
-from autopart.integrations.trainer_limits import refused, require_possible
-from autopart.integrations.trainer_parts import PipelineModel, first_batch, undivided
+from autopart.integrations.trainer_parts import PipelineModel, first_batch, refused, require_possible, undivided
 from autopart.pipe.pipe import Pipe
 
 STATE = "autopart"

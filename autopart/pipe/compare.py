@@ -117,11 +117,8 @@ class Verification:
         lines = table_lines(grid, words=(0, 1, 5))
         if len(shown) < len(every):
             lines.append(f"... and {len(every) - len(shown)} more, all within tolerance")
-        return "\n".join([*lines, *self._summary()]) + "\n"
-
-    def _summary(self) -> list[str]:
-        bad = sum(not d.ok for d in (*self.gradients, *self.buffers))
-        return [
+        bad = sum(not d.ok for d in every)
+        lines += [
             f"compared with: {self.reference}",
             f"loss {self.loss:.9g} in the pipeline, {self.expected_loss:.9g} in one process, "
             f"relative difference {self.loss_error:.1e}",
@@ -129,6 +126,7 @@ class Verification:
             f"{'within' if self.ok else 'OUT OF'} tolerance {self.tolerance:g}: {len(self.gradients)} gradients and "
             f"{len(self.buffers)} buffers compared" + (f", {bad} of them out of tolerance" if bad else ""),
         ]
+        return "\n".join(lines) + "\n"
 
 
 def verify_step(
@@ -152,8 +150,9 @@ def verify_step(
             raise pipe.session.world.known(asynchronous)
         found, session = _outcome(pipe, sample), pipe.session
         graph, decision = session.graph, pipe.plan.decision
-        micro_rows, weights = session.road.shares
-        shares, autocast = whole_shares(weights), session.captures.autocast
+        assert session.road.executor is not None
+        micro_rows, preparation = session.road.rows, session.road.executor.preparation
+        shares, autocast = whole_shares(preparation.shares), session.captures.autocast
         coupling = coupling_ops(graph, synced=options.sync_batchnorm)
         if any(len(stage.ranks) > 1 and coupling & set(stage.ops) for stage in decision.stages):
             error = UsageError(
@@ -177,13 +176,10 @@ def verify_step(
         else:
             reference, micro_rows, shares = PLAIN, (batch.rows or 1,), None
 
-        assert session.road.executor is not None
-        steady = session.road.executor.preparation.rule.steady
-
         def content() -> Verification:
             with autocast.region() if autocast is not None else contextlib.nullcontext():
                 given = (model, batch, options.loss_fn, micro_rows, shares or [1.0])
-                plain = expected or plain_outcome(*given, device=session.world.device, steady=steady)
+                plain = expected or plain_outcome(*given, device=session.world.device, steady=preparation.rule.steady)
             stages, ops = reversed([*enumerate(decision.stages)]), graph.op_map()
             first = {name: number for number, stage in stages for op in stage.ops for name in ops[op].params}
             return compared(found, plain, first, precision_of(graph), tolerance, reference)
@@ -280,65 +276,38 @@ def compared(
     other step ran.
     """
     limit = tolerance if tolerance is not None else TOLERANCE[precision]
-    whole = NEGLIGIBLE[precision] * math.hypot(*(_norm(g) for g in expected.gradients.values() if g is not None))
-    least = dict.fromkeys(expected.gradients, whole)
-    buffers = {name: expected.buffers[name] for name in found.buffers}
-    floors = {name: NEGLIGIBLE[precision] * deviation for name, deviation in _deviations(buffers).items()}
-    return Verification(
-        found.loss,
-        expected.loss,
-        limit,
-        reference,
-        _differences("gradient", found.gradients, expected.gradients, stages, limit, least),
-        _differences("buffer", found.buffers, buffers, stages, limit, floors),
-    )
-
-
-def _deviations(buffers: Tensors) -> dict[str, float]:
-    """Return, for each running mean of a batch norm, the norm of its deviations: the mean may be zero in theory, as
-    behind another batch norm."""
+    whole = math.hypot(*map(_distance, expected.gradients.values()))
+    floors = dict.fromkeys(expected.gradients, NEGLIGIBLE[precision] * whole)
     kind = "running_mean"
-    beside = {name: buffers.get(f"{name.removesuffix(kind)}running_var") for name in buffers if name.endswith(kind)}
-    return {name: math.sqrt(_norm(variance)) for name, variance in beside.items() if variance is not None}
+    for name in found.buffers:
+        if name.endswith(kind):  # its mean may be zero in theory, as behind another batch norm: deviations count
+            variance = expected.buffers.get(f"{name.removesuffix(kind)}running_var")
+            floors[name] = NEGLIGIBLE[precision] * math.sqrt(_distance(variance))
+
+    def differences(kind: str, ours: Tensors, theirs: Tensors) -> tuple[Difference, ...]:
+        rows = []
+        for name, other in theirs.items():
+            size, off = _distance(other), _distance(ours.get(name), other)
+            error = _ratio(off, size)
+            close = error <= limit
+            negligible = not close and off <= floors.get(name, 0.0)
+            rows.append(Difference(name, kind, stages.get(name, -1), size, error, negligible, close or negligible))
+        return tuple(
+            sorted(rows, key=lambda d: (d.ok, d.negligible, -math.inf if math.isnan(d.error) else -d.error, d.name))
+        )
+
+    gradients = differences("gradient", found.gradients, expected.gradients)
+    buffers = differences("buffer", found.buffers, {name: expected.buffers[name] for name in found.buffers})
+    return Verification(found.loss, expected.loss, limit, reference, gradients, buffers)
 
 
-def _differences(
-    kind: str,
-    found: Tensors,
-    expected: Tensors,
-    stages: Mapping[str, int],
-    limit: float,
-    floors: Mapping[str, float],
-) -> tuple[Difference, ...]:
-    """Return the differences of one kind, the largest relevant error first.  floors: by name, norms of differences that
-    are negligible."""
-    rows = []
-    for name, reference in expected.items():
-        size = _norm(reference) if reference is not None else 0.0
-        off = _distance(found.get(name), reference)
-        error = _ratio(off, size)
-        close = error <= limit
-        negligible = not close and off <= floors.get(name, 0.0)
-        rows.append(Difference(name, kind, stages.get(name, -1), size, error, negligible, close or negligible))
-    return tuple(sorted(rows, key=_urgency))
-
-
-def _urgency(d: Difference) -> tuple[bool, bool, float, str]:
-    return d.ok, d.negligible, -math.inf if math.isnan(d.error) else -d.error, d.name
-
-
-def _distance(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
-    """Return the norm of a - b, where None is zero."""
-    present = [_wide(tensor) for tensor in (a, b) if tensor is not None]
-    return _norm(present[0] - present[1]) if len(present) == 2 else sum(map(_norm, present))
-
-
-def _norm(tensor: torch.Tensor) -> float:
-    return float(torch.linalg.vector_norm(_wide(tensor)))
-
-
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    return dense(tensor.detach()).cpu().to(torch.complex128 if tensor.is_complex() else torch.float64)
+def _distance(a: torch.Tensor | None, b: torch.Tensor | None = None) -> float:
+    """Return the norm of a - b in double precision, where None is zero."""
+    kinds = {True: torch.complex128, False: torch.float64}
+    present = [dense(t.detach()).cpu().to(kinds[t.is_complex()]) for t in (a, b) if t is not None]
+    if not present:
+        return 0.0
+    return float(torch.linalg.vector_norm(present[0] - present[1] if len(present) == 2 else present[0]))
 
 
 def _ratio(off: float, size: float) -> float:

@@ -17,13 +17,12 @@ from autopart.batch.batch import Batch
 from autopart.capture import CaptureCache, Captured
 from autopart.capture.gc_pause import gc_paused
 from autopart.capture.trace.autocast import is_stand_in
-from autopart.capture.trace.gradients import require_something_to_train
+from autopart.capture.trace.to_graph import require_something_to_train
 from autopart.costs.optimizer_state import narrowest_bytes, state_factor
 from autopart.costs.sources import CostedGraph, costed, source_for
 from autopart.files.caches import find_plan, keep_plan, planner_digest
 from autopart.files.plans import VERSION, load_plan, match_plan
-from autopart.ir.cluster import Cluster
-from autopart.ir.device_kinds import DEVICE_KINDS
+from autopart.ir.cluster import DEVICE_KINDS, Cluster
 from autopart.ir.errors import AutopartError, CaptureError, InfeasibleError, PlanError, RefusedError, UsageError
 from autopart.ir.graph import Graph, LossReduction, Size
 from autopart.ir.plan import Alternative, Plan, Precision
@@ -45,12 +44,14 @@ from autopart.planning.notes import moving, notes_on
 from autopart.planning.restrictions import (
     PlanningTask,
     at_known_sizes,
+    first_size,
     needs_more_rows,
+    other_sizes,
+    ways_to_split,
     weaker,
     with_more_rows,
     with_reduction,
 )
-from autopart.planning.splits import first_size, other_sizes, ways_to_split
 from autopart.runtime.activity import patient
 
 IDLE = 0.15
@@ -118,7 +119,6 @@ def make_plan(
 
 
 def _searched(captures: CaptureCache, batch: Batch, cluster: Cluster, options: Options, *, to_run: bool) -> Planned:
-    """Return the best plan that the options allow, as `make_plan` describes."""
     # The program at every size that micro-batches may have, from captures at two sizes.
     splits = ways_to_split(batch, options.micro_batches)
     first = first_size(splits, batch, cluster, options)
@@ -193,7 +193,6 @@ def _hint_at_slices(task: PlanningTask, plan: Plan) -> tuple[str, ...]:
 
 
 def _request(task: PlanningTask, graph: Graph) -> tuple[PlanRequest, tuple[str, ...]]:
-    """Return the request to the passes, and notes on the optimizer."""
     options = task.options
     base = task.family.base
     recompute, recomputed = wanted_groups(base.graph, options.recompute, base.checkpointed)
@@ -246,15 +245,17 @@ def _settled(task: PlanningTask, costs: CostedGraph, plan: Plan, reduction: Loss
         except (RefusedError, InfeasibleError):
             break
     best = min(found, key=lambda each: each.plan.step_ns)
-    return replace(best, plan=_beside(best.plan, [each.plan for each in found if each is not best]))
-
-
-def _beside(best: Plan, others: list[Plan]) -> Plan:
-    """Return the best plan with others, by their own costs, as its alternatives."""
-    named = [(other, f"micro-batches of {max(other.micro_rows)} rows by their own costs") for other in others]
-    slower = [f"{other.step_ns / max(1, best.step_ns) - 1:+.1%}" for other in others]
-    more = tuple(Alternative(name, other.step_ns, why) for (other, name), why in zip(named, slower, strict=True))
-    return replace(best, outlook=replace(best.outlook, alternatives=(*best.outlook.alternatives, *more)))
+    more = tuple(
+        Alternative(
+            f"micro-batches of {max(other.plan.micro_rows)} rows by their own costs",
+            other.plan.step_ns,
+            f"{other.plan.step_ns / max(1, best.plan.step_ns) - 1:+.1%}",
+        )
+        for other in found
+        if other is not best
+    )
+    outlook = replace(best.plan.outlook, alternatives=(*best.plan.outlook.alternatives, *more))
+    return replace(best, plan=replace(best.plan, outlook=outlook))
 
 
 def _at_own_size(task: PlanningTask, costs: CostedGraph, plan: Plan, reduction: LossReduction) -> Planned:
@@ -272,11 +273,9 @@ def _at_own_size(task: PlanningTask, costs: CostedGraph, plan: Plan, reduction: 
             measured = _costs(own)
             task, plan = _with_enough_rows(own, measured, _built(own, measured))
             captured, costs = own.family.base, measured
-        elif size.rows > 1:
-            plan = _made_for(plan, family.at(size))
         else:
-            captured = family.captured(size)
-            plan = _made_for(plan, captured.graph)
+            graph = family.at(size) if size.rows > 1 else (captured := family.captured(size)).graph
+            plan = replace(plan, provenance=replace(plan.provenance, graph_digest=graph.shape_digest()))
     rule = _rule(plan, captured, family, reduction, task.slices)
     notes = (*task.notes, *notes_on(task.options, plan, captured.graph), *moving(plan, captured.graph, rule.steady))
     return Planned(plan.with_notes(*notes), captured, rule, costs)
@@ -296,11 +295,6 @@ def _rule(plan: Plan, captured: Captured, family: ProgramFamily, loss: LossReduc
         return BatchRule(WHOLE)
     divided = divided_values(plan.decision, captured.graph, slices.once if plan.decision.token_slices else ())
     return rule_of(family, loss, *divided)
-
-
-def _made_for(plan: Plan, graph: Graph) -> Plan:
-    """Return the plan with the digest of this graph."""
-    return replace(plan, provenance=replace(plan.provenance, graph_digest=graph.shape_digest()))
 
 
 def _given(given: Plan, captures: CaptureCache, batch: Batch, cluster: Cluster, options: Options) -> Planned:

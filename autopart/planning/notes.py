@@ -10,26 +10,8 @@ from autopart.planning.derive.reduction import couples_rows, coupling_ops
 
 
 def notes_on(options: Options, plan: Plan, graph: Graph) -> tuple[str, ...]:
-    """Write the notes that follow from a plan and the options that a caller gave."""
-    return (*_without_effect(options, plan, graph), *_batch_statistics(options, plan, graph))
-
-
-def moving(plan: Plan, graph: Graph, steady: frozenset[str]) -> tuple[str, ...]:
-    """Write a note on buffers that every micro-batch updates, but for the statistics of norms.  steady: buffers that
-    the step updates once."""
-    norms = {value for op in graph.ops if "batch_norm" in op.target for value in op.writes}
-    found = [buffer for buffer, value in graph.updates if buffer not in steady and value not in norms]
-    if not found or len(plan.micro_rows) == 1:
-        return ()
-    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-    return (
-        f"buffer {found[0]}{more}: each micro-batch updates what the one before it left, {len(plan.micro_rows)} times "
-        "a step; micro_batches=1 updates it once, from the whole batch",
-    )
-
-
-def _without_effect(options: Options, plan: Plan, graph: Graph) -> tuple[str, ...]:
-    """Write a note for each option that a caller gave and that changes nothing under this plan."""
+    """Write a note for each option that a caller gave and that changes nothing under this plan; where batch statistics
+    are not those of the whole batch; and where replicas differ in them."""
     replicas = {
         "zero=1": options.zero == 1,
         "bucket_bytes=": options.bucket_bytes is not None,
@@ -45,12 +27,6 @@ def _without_effect(options: Options, plan: Plan, graph: Graph) -> tuple[str, ..
         notes.append("sync_batchnorm=True has no effect: the model takes no batch statistics")
     if options.master_weights and narrowest_bytes(graph) >= 4:
         notes.append("master_weights=True has no effect: no trained parameter is in bf16 or fp16")
-    return tuple(notes)
-
-
-def _batch_statistics(options: Options, plan: Plan, graph: Graph) -> tuple[str, ...]:
-    """Write a note where batch statistics are not those of the whole batch, and one where replicas differ in them."""
-    notes = []
     norms = {op.name for op in graph.ops if "batch_norm" in op.target and ("training", True) in op.attrs}
     if norms and len(plan.micro_rows) > 1:
         rows = max(plan.micro_rows)
@@ -65,3 +41,17 @@ def _batch_statistics(options: Options, plan: Plan, graph: Graph) -> tuple[str, 
             f"statistics of BatchNorm are per replica, each of its own {own}; so is any buffer the step updates"
         )
     return tuple(notes)
+
+
+def moving(plan: Plan, graph: Graph, steady: frozenset[str]) -> tuple[str, ...]:
+    """Write a note on buffers that every micro-batch updates, but for the statistics of norms.  steady: buffers that
+    the step updates once."""
+    norms = {value for op in graph.ops if "batch_norm" in op.target for value in op.writes}
+    found = [buffer for buffer, value in graph.updates if buffer not in steady and value not in norms]
+    if not found or len(plan.micro_rows) == 1:
+        return ()
+    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    return (
+        f"buffer {found[0]}{more}: each micro-batch updates what the one before it left, {len(plan.micro_rows)} times "
+        "a step; micro_batches=1 updates it once, from the whole batch",
+    )

@@ -1,4 +1,4 @@
-"""The task of the planner, and how it is restricted for models that do not allow all of it.
+"""The task of the planner: ways to cut a batch that are worth trying, and what a model does not allow of it.
 
 A model may not allow replicas, single rows, or micro-batches of several sizes.  Each restriction leaves a note in the
 plan; if an option asks for what the model does not allow, it is refused instead.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from autopart.batch.batch import Batch, split_rows
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import CaptureError, InfeasibleError, RefusedError, UsageError
 from autopart.ir.graph import LossReduction, Size
@@ -18,8 +19,11 @@ from autopart.options import Options
 from autopart.planning.derive.family import ProgramFamily
 from autopart.planning.derive.reduction import WHOLE, couples_rows, loss_reduction
 from autopart.planning.derive.token_axis import WHOLE_SEQUENCES, AskedSlices
-from autopart.planning.splits import Splits
 
+MOST_MICRO_BATCHES = 1 << 16
+"""Most micro-batches that the planner chooses by itself."""
+Splits = tuple[tuple[int, ...], ...]
+"""Ways to split a batch, each the rows of its micro-batches, largest first."""
 UNEVEN = "the program does not grow evenly with the rows, so the costs of a share of them are not known"
 OWN_STATISTICS = (
     "each would have batch statistics and buffers of its own rows, as in DistributedDataParallel; replicas= asks for "
@@ -51,6 +55,55 @@ class PlanningTask:
     uncut: tuple[str, ...] = ()
 
 
+# ---- ways to cut the batch -------------------------------------------------------------------------------------------
+
+
+def ways_to_split(batch: Batch, micro_batches: int | None) -> Splits:
+    """Return the splits of a batch that are tried, those with the largest micro-batches first.
+
+    micro_batches: the option; None: the divisors of the number of rows, and powers of two if there are few divisors.
+    """
+    if batch.rows is None:
+        if micro_batches not in (None, 1):
+            raise UsageError(
+                f"micro_batches is {micro_batches} and the batch has no rows",
+                why="none of its tensors has an axis",
+                fix="use micro_batches=1",
+            )
+        return ((1,),)
+    if micro_batches:
+        return (split_rows(batch.rows, micro_batches),)
+    most = min(batch.rows, MOST_MICRO_BATCHES)
+    divisors = [count for count in range(1, most + 1) if batch.rows % count == 0]
+    powers = [1 << i for i in range(most.bit_length())]
+    counts = divisors if len(divisors) >= min(4, len(powers)) else sorted({*divisors, *powers})
+    return tuple(split_rows(batch.rows, count) for count in counts)
+
+
+def other_sizes(splits: Splits, batch: Batch) -> list[Size] | None:
+    """Return the sizes above one row that micro-batches may have, in order; None if the batch cannot be split."""
+    if batch.rows in (None, 1):
+        return None
+    # The whole batch first: the model's Python may take another branch for it than for a micro-batch.
+    return [Size(batch.rows), *(Size(rows) for micro_rows in splits for rows in sorted(set(micro_rows)) if rows > 1)]
+
+
+def first_size(splits: Splits, batch: Batch, cluster: Cluster, options: Options) -> Size:
+    """Return the size to capture first: that of about four micro-batches a stage (bubble 1/5, GPipe section 2.3).
+
+    It has several rows if possible: a program of one row may lack ops that others have, such as an `expand`.
+    """
+    if batch.rows in (None, 1):
+        return Size(1)
+    stages = options.stages or cluster.world
+    wanted = 4 * stages if stages > 1 else 1
+    several = [micro_rows for micro_rows in splits if max(micro_rows) > 1]
+    if not several:
+        return Size(2)
+    nearest = min(several, key=lambda micro_rows: abs(len(micro_rows) - wanted))
+    return Size(max(nearest))
+
+
 # ---- replicas ------------------------------------------------------------------------------------------------------
 
 
@@ -62,7 +115,6 @@ def without_replicas(task: PlanningTask, why: str) -> PlanningTask:
 
 
 def _refuse_replicas(task: PlanningTask, why: str) -> None:
-    """Raise UsageError if replicas= asks for replicas."""
     if task.options.replicas not in (None, 1):
         raise UsageError("replicas cannot be planned for this model", why=why, fix="use replicas=1")
 
@@ -145,10 +197,9 @@ def needs_more_rows(task: PlanningTask, plan: Plan) -> bool:
 
     Replicas of a model on the meta device are not checked.  Raises the reason if every split has single rows.
     """
-    single_micro = min(plan.micro_rows) == 1
-    if not single_micro and (task.family.on_meta or _least_rows(plan) > 1):
-        return False
-    if task.family.base.graph.size == Size(1):
+    pairs = {(rows, stage.division) for rows in plan.micro_rows for stage in plan.stages}
+    shares = [own for rows, divided in pairs for own in parts(divided, 0, rows)] if not task.family.on_meta else []
+    if 1 not in (*plan.micro_rows, *shares) or task.family.base.graph.size == Size(1):
         return False
     try:
         task.family.captured(Size(1))
@@ -176,9 +227,3 @@ def with_more_rows(task: PlanningTask) -> PlanningTask:
     what = "micro-batches of one row" if larger != task.splits else "replicas with one row of a micro-batch"
     note = f"{what} were left out: {ANOTHER_PROGRAM}"
     return replace(task, splits=larger, least_rows=2, notes=(*task.notes, note))
-
-
-def _least_rows(plan: Plan) -> int:
-    """Return the fewest rows that a replica has of a micro-batch, if it has any."""
-    pairs = {(rows, stage.division) for rows in plan.micro_rows for stage in plan.stages}
-    return min(own for rows, divided in pairs for own in parts(divided, 0, rows) if own)

@@ -1,4 +1,4 @@
-"""Simulate a step of a plan, action by action, without running it."""
+"""What it takes to simulate a step of a plan, without running it."""
 
 from __future__ import annotations
 
@@ -6,48 +6,29 @@ from autopart.batch.batch import Batch
 from autopart.capture import CaptureCache, Captured
 from autopart.costs.optimizer_state import narrowest_bytes, state_factor
 from autopart.costs.sources import COST_SOURCES, costed
-from autopart.ir.cluster import Cluster
-from autopart.ir.device_kinds import DEVICE_KINDS
+from autopart.ir.cluster import DEVICE_KINDS, Cluster
 from autopart.ir.graph import Size
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program
-from autopart.ir.timeline import Timeline
 from autopart.options import Options
 from autopart.passes.ops.cost_model import CostModel
 from autopart.passes.program.routing import route
 from autopart.passes.program.verify import check_program
-from autopart.passes.simulation.estimate import estimate, timeline_of
 from autopart.passes.simulation.slices import slice_shares
 from autopart.passes.simulation.stage_costs import Estimator, device_types
 from autopart.planning.derive.family import ProgramFamily, another_size
 from autopart.planning.derive.token_axis import asked_slices
 
 
-def simulate_plan(
+def estimated_plan(
     plan: Plan, captured: Captured, captures: CaptureCache, batch: Batch, cluster: Cluster, options: Options
-) -> Timeline:
-    """Return one step of a plan, in nanoseconds and bytes.
+) -> tuple[Program, Estimator]:
+    """Return the proven program of a plan, and what estimates its stages in nanoseconds and bytes.
 
+    `timeline_of` plays one step of it, and `estimate` tells what a step takes, of an asynchronous plan in the long run.
     captured: the program that the plan was made from.  Costs come from the source that the options name, else from that
     of the plan.  Raises as `make_plan`.
     """
-    program, estimator = _estimated(plan, captured, captures, batch, cluster, options)
-    return timeline_of(plan.decision, program, estimator)
-
-
-def simulated_step_ns(
-    plan: Plan, captured: Captured, captures: CaptureCache, batch: Batch, cluster: Cluster, options: Options
-) -> int:
-    """Return the nanoseconds that a step of a plan takes, or that one of an asynchronous plan takes in the long run.
-    Arguments and errors: as for `simulate_plan`."""
-    program, estimator = _estimated(plan, captured, captures, batch, cluster, options)
-    return estimate(plan.decision, program, estimator).step_ns
-
-
-def _estimated(
-    plan: Plan, captured: Captured, captures: CaptureCache, batch: Batch, cluster: Cluster, options: Options
-) -> tuple[Program, Estimator]:
-    """Return the proven program of a plan, and what estimates its stages."""
     source = options.costs
     if source == "auto" and plan.provenance.costs in COST_SOURCES:
         source = plan.provenance.costs

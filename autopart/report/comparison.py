@@ -8,7 +8,7 @@ step.  The peak is that of the dtype of most of them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import AutopartError
@@ -17,25 +17,6 @@ from autopart.ir.plan import Plan
 from autopart.report.plan_table import table_lines
 
 GIB = 2**30
-
-
-@dataclass(frozen=True, slots=True)
-class Throughput:
-    """What a step of a plan delivers.
-
-    step_s: seconds.  rows_per_s; tokens_per_s: 0 for batches without sequences.  flops: of the model in a step.  mfu:
-    the share of the peak, 0 to 1.  peak_bytes, limit_bytes: of the device with the least room.  price_per_step: in the
-    currency of the cluster file, 0 where it has no price.
-    """
-
-    step_s: float
-    rows_per_s: float
-    tokens_per_s: float
-    flops: int
-    mfu: float
-    peak_bytes: int
-    limit_bytes: int
-    price_per_step: float
 
 
 @dataclass(frozen=True)
@@ -55,8 +36,13 @@ class Answer:
     flops: Mapping[str, int] = field(default_factory=dict)
     refused: AutopartError | None = None
 
-    def delivered(self) -> Throughput | None:
-        """Return what the plan delivers; None without one, or without its simulated step."""
+    def delivered(self) -> dict[str, float] | None:
+        """Return what a step of the plan delivers; None without one, or without its simulated step.
+
+        tokens_per_s: 0 for batches without sequences.  flops: of the model in a step.  mfu: the share of the peak, 0 to
+        1.  peak_bytes, limit_bytes: of the device with the least room.  price_per_step: in the currency of the cluster
+        file, 0 where it has no price.
+        """
         plan = self.plan
         if plan is None or self.graph is None or not plan.step_ns or not plan.estimates:
             return None
@@ -68,16 +54,16 @@ class Answer:
             for stage, estimate in zip(plan.stages, plan.estimates, strict=True)
         ]
         limit_bytes, peak_bytes = min(memory, key=lambda each: each[0] - each[1])
-        return Throughput(
-            step_s=seconds,
-            rows_per_s=rows / seconds,
-            tokens_per_s=rows * (self.tokens or 0) / seconds,
-            flops=flops,
-            mfu=flops / (peak * seconds),
-            peak_bytes=peak_bytes,
-            limit_bytes=limit_bytes,
-            price_per_step=sum(device.price_per_hour for device in devices) / 3600 * seconds,
-        )
+        return {
+            "step_s": seconds,
+            "rows_per_s": rows / seconds,
+            "tokens_per_s": rows * (self.tokens or 0) / seconds,
+            "flops": flops,
+            "mfu": flops / (peak * seconds),
+            "peak_bytes": peak_bytes,
+            "limit_bytes": limit_bytes,
+            "price_per_step": sum(device.price_per_hour for device in devices) / 3600 * seconds,
+        }
 
 
 def comparison_table(answers: Sequence[Answer], column: str) -> str:
@@ -105,16 +91,16 @@ def _row(answer: Answer, column: str) -> dict[str, str]:
     found = answer.delivered()
     if found is None or answer.plan is None:
         return {column: answer.name, "devices": str(answer.cluster.world), "step": "no plan"}
-    used, limit = (f"{size / GIB:.3g}" for size in (found.peak_bytes, found.limit_bytes))
+    used, limit = (f"{found[name] / GIB:.3g}" for name in ("peak_bytes", "limit_bytes"))
     many = "tokens" if answer.tokens else "rows"
-    delivered_per_s = found.tokens_per_s or found.rows_per_s
-    price = f"{found.price_per_step / found.step_s / delivered_per_s * 1e6:.4g}" if found.price_per_step else ""
+    per_s = found["tokens_per_s"] or found["rows_per_s"]
+    price = f"{found['price_per_step'] / found['step_s'] / per_s * 1e6:.4g}" if found["price_per_step"] else ""
     return {
         column: answer.name,
         "devices": str(answer.cluster.world),
-        "step": f"{found.step_s:.3g} s",
-        f"{many}/s": f"{delivered_per_s:,.0f}",
-        "MFU": f"{found.mfu:.1%}",
+        "step": f"{found['step_s']:.3g} s",
+        f"{many}/s": f"{per_s:,.0f}",
+        "MFU": f"{found['mfu']:.1%}",
         "bubble": f"{answer.plan.outlook.bubble:.1%}",
         "memory GiB": f"{used} of {limit}",
         f"price of 1M {many}": price,
@@ -139,7 +125,7 @@ def _facts(answer: Answer) -> dict[str, object]:
     found, plan = answer.delivered(), answer.plan
     if found is None or plan is None:
         return facts
-    return facts | asdict(found) | {
+    return facts | found | {
         "bubble": plan.outlook.bubble,
         "stages": len(plan.stages),
         "replicas": [len(stage.ranks) for stage in plan.stages],

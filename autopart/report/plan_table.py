@@ -41,7 +41,13 @@ def stage_table(plan: Plan, graph: Graph | None = None, *, width: int | None = N
     """
     modules = modules_of(plan, graph) if with_modules else ()
     rows = [_stage_row(plan, s, modules, graph) for s in range(len(plan.stages))]
-    total = _total_row(plan.decision, plan.outlook)
+    total = {"stage": "all"}
+    if plan.estimates:
+        mosts = [stage.division.most for stage in plan.stages]
+        flops = sum(e.flops * whole // mine for e, (mine, whole) in zip(plan.estimates, mosts, strict=True))
+        total["GFLOP"] = f"{flops / 1e9:.2f}"  # of all devices
+        total["fwd ms"] = _ms(sum(e.fwd_ns for e in plan.estimates))
+        total["bwd ms"] = _ms(sum(e.bwd_ns for e in plan.estimates))
     if graph is not None:
         total |= {"ops": str(len(graph.ops)), "params": _count(parameter_count(graph, {op.name for op in graph.ops}))}
     header = list(rows[0])
@@ -208,18 +214,6 @@ def _numbers(e: Estimate) -> dict[str, str]:
         "out": _mib(e.out_bytes),
         "end ms": _ms(e.reduce_ns + e.optimizer_ns),
     }
-
-
-def _total_row(decision: Decision, outlook: Outlook) -> dict[str, str]:
-    """Return the sums over the stages, by column; FLOPs are of all devices."""
-    total = {"stage": "all"}
-    if outlook.estimates:
-        mosts = [stage.division.most for stage in decision.stages]
-        flops = sum(e.flops * whole // mine for e, (mine, whole) in zip(outlook.estimates, mosts, strict=True))
-        total["GFLOP"] = f"{flops / 1e9:.2f}"
-        total["fwd ms"] = _ms(sum(e.fwd_ns for e in outlook.estimates))
-        total["bwd ms"] = _ms(sum(e.bwd_ns for e in outlook.estimates))
-    return total
 
 
 def _footer(decision: Decision, outlook: Outlook, costs: str) -> list[str]:

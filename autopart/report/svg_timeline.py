@@ -63,11 +63,6 @@ class _Row:
         """The most micro-batches that it holds at once."""
         return max((count for _, count in self.held), default=0)
 
-    @property
-    def busy_ns(self) -> int:
-        """Nanoseconds of its computes."""
-        return computing_ns(self.spans)
-
 
 def timeline_svg(timelines: Mapping[str, Timeline], *, width: int = 1200) -> str:
     """Return a picture of timelines by name, as "simulated" and "measured".
@@ -131,7 +126,7 @@ def _panel(name: str, timeline: Timeline, rows: list[_Row], scale: _Scale, y: fl
     most = max((row.most for row in rows), default=1) or 1
     for row in rows:
         peak_bytes = timeline.peak_bytes[row.rank] if row.rank < len(timeline.peak_bytes) else 0
-        says = f"busy {row.busy_ns / step_ns:.0%}, holds {row.most}"
+        says = f"busy {computing_ns(row.spans) / step_ns:.0%}, holds {row.most}"
         says += f", {peak_bytes / MIB:.3g} MiB" if peak_bytes else ""
         height = scale.lane * len(row.stages)
         line = y + max(TEXT, height / 2 + TEXT * 0.35)

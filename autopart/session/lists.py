@@ -76,8 +76,3 @@ class Sharding(Protocol):
 
 SHARDINGS: list[Sharding] = []
 """By what stages divide parameters; without an entry every rank holds whole tensors."""
-
-
-def weights_of(model: Trained, weights: str | None, seed: int) -> WeightSource | None:
-    """Return what gives a model its values, None if it has them."""
-    return next((found for make in WEIGHTS if (found := make(model, weights, seed)) is not None), None)

@@ -42,11 +42,6 @@ class Placement:
     sharing: tuple[Sharing, ...] = ()
     tied: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
-    @property
-    def sharing_stages(self) -> tuple[int, ...]:
-        """The stages whose replicas share the optimizer state."""
-        return tuple(number for number, stage in enumerate(self.sharing) if stage.owners)
-
     def pieces(self, name: str) -> tuple[Piece, ...]:
         """Return the pieces of a tensor."""
         return self.cuts.get(name) or (whole(name),)

@@ -10,6 +10,7 @@ from autopart.batch.batch import Batch, BatchReader
 from autopart.batch.stand_in import with_rows
 from autopart.capture import CaptureCache, Captured
 from autopart.capture.python.guards import check_autocast
+from autopart.capture.python.reads.masks import with_masks
 from autopart.ir.errors import BatchError, OtherProgramError
 from autopart.options import Options
 from autopart.runtime.activity import patient, set_activity
@@ -23,7 +24,6 @@ from autopart.session.ranks.call_sync import Calls, Given, digest_of
 from autopart.session.standing import Standing
 from autopart.session.step.data import (
     Arguments,
-    as_shard,
     micro_rows,
     one_batch,
     own_rows,
@@ -31,7 +31,6 @@ from autopart.session.step.data import (
     rows_of_shards,
     shared_stand_in,
 )  # fmt: skip
-from autopart.session.step.loss_shares import Shares
 from autopart.session.step.parts import ONE, SEVERAL, fitting_cut, warn_of_other_batches
 
 CALLS = {"step": "step", "loss": "eval_loss", "predict": "predict"}
@@ -41,8 +40,8 @@ CALLS = {"step": "step", "loss": "eval_loss", "predict": "predict"}
 class Road:
     """Takes batches to their executors and plans, together with the other ranks.
 
-    steps: what is done to each batch (`lists.BATCH_STEPS`).  shares: rows of each micro-batch of the last batch, and
-    their shares in its loss.  executor: that ran it, None before the first one.
+    steps: what is done to each batch (`lists.BATCH_STEPS`).  rows: of each micro-batch of the last batch.  executor:
+    that ran it, None before the first one.
     """
 
     _standing: Standing
@@ -53,7 +52,7 @@ class Road:
         self._kinds = KnownKinds()
         self._compared = False
         self.steps = [make(captures, world.device) for make in BATCH_STEPS]
-        self.shares: tuple[tuple[int, ...], Shares] = ((), {})
+        self.rows: tuple[int, ...] = ()
         self.executor: Executor | None = None
 
     def begin(self, standing: Standing, batch: Batch) -> None:
@@ -61,10 +60,7 @@ class Road:
         self._standing = standing
         for step in self.steps:
             step.begin(batch, max(standing.plan.micro_rows))
-        signature = digest_of(repr(batch.signature()))
-        self._kinds.clear()
-        kind = self._kinds.kind("step", digest_of(self._captures.version), signature, batch.rows)
-        self._kinds.restart(standing.context, standing.graph, standing.plan.decision, kind, standing.executor)
+        self._kinds.begin(standing, batch)
 
     @property
     def captured(self) -> Captured:
@@ -74,7 +70,7 @@ class Road:
     @property
     def ran_as_planned(self) -> bool:
         """Whether the last batch was like the one that the plan is for, and as large."""
-        return self.executor is self._standing.executor and self.shares[0] == self._standing.plan.micro_rows
+        return self.executor is self._standing.executor and self.rows == self._standing.plan.micro_rows
 
     def read(self, arguments: Arguments, mode: str = "step") -> Batch | None:
         """Return the batch of a call taken apart, None if this rank is given none; in a prediction without target."""
@@ -88,7 +84,7 @@ class Road:
     def follow_model(self, *, training: bool) -> None:
         """Compare the model with its captures, and bring its new values and flags to what this rank holds.  training:
         whether training flags count.  Raises RefusedError for a change that no run can follow."""
-        tensors = self._standing.tensors
+        tensors = self._standing.context.tensors
         check_autocast(self._world.device.type)
         set_activity("comparing the model with its capture")
         tensors.check()
@@ -111,14 +107,16 @@ class Road:
             if batch is None:  # the counts of others are enough, unless buffers have to be compared here
                 return None, "", None if self._standing.plan.decision.token_slices else (), None
             if sharded:
-                batch = as_shard(batch, self._standing.captured)
+                questions = self._standing.captured.questions
+                if questions is not None and len(questions.asked) > len(questions.asked_by_python):
+                    batch = with_masks(batch, ())  # shortcuts for attention masks need the whole batch
                 batch = self._begun(batch, mode, samples, sharded=True)
                 return batch, repr(batch.signature()), None, None
             with patient("capturing the model"):
                 batch = self._captures.settled(batch, largest_part(batch, mode, self._standing.plan.decision), mode)
                 batch = self._begun(batch, mode, samples, sharded=False)
             signature = repr(batch.signature())
-            known = self._kinds.get(self._kind(mode, digest_of(signature), batch.rows))
+            known = self._kinds.get(self._kinds.kind(mode, digest_of(signature), batch.rows))
             return batch, signature, known.preparation.count(batch) if known is not None else None, None
         except FAILURES as error:
             return batch, "", None, error
@@ -138,7 +136,7 @@ class Road:
             if cut != fitting_cut(rows, decision, SEVERAL):  # parts of one row may run on another replica
                 own = range(rows)
         for step in steps:
-            batch = step.extended(batch, samples, own, self._standing.tensors.held)
+            batch = step.extended(batch, samples, own, self._standing.context.tensors.held)
         return batch
 
     def plan(
@@ -164,21 +162,22 @@ class Road:
             CALLS[mode], failure, needed=needed, signature=signature, version=version,
             rows=(batch.rows or 0) if batch is not None else 0, scale=scale, sharded=sharded, counts=counts,
         )  # fmt: skip
-        if batch is not None and counts is not None and failure is None:
-            kind = self._kind(mode, digest_of(signature), batch.rows)
+        if batch is not None and counts is not None:
+            kind = self._kinds.kind(mode, digest_of(signature), batch.rows)
             executor = self._kinds.get(kind)
             assert executor is not None  # it counted the batch
             if executor.begin(batch, counts):
                 agree = partial(self._agree, settle, kind, batch, needed[0])
                 plan = replace(executor.plan(batch, key, scale), agree=agree)
-                self.shares, self.executor = (plan.rows, executor.preparation.shares), executor
+                self.rows, self.executor = plan.rows, executor
                 return executor, batch, plan
         given = settle()
         if mode == "step" and not (sharded or self._compared):
             self._compared = True
             warn_of_other_batches(self._world, batch, needing)
         shards = given.shards
-        kind = self._kind(mode, given.signature, sum(shards) if sharded else given.rows)
+        rows = sum(shards) if sharded else given.rows
+        kind = self._kinds.kind(mode, given.signature, rows)
         known = self._kinds.get(kind)
         stand_in = known.stand_in if known is not None else None
         if stand_in is None and (given.missing or sharded):
@@ -190,14 +189,11 @@ class Road:
             raise self._world.known(error) from None
         if batch is None or (sharded and self._world.rank not in needed):
             assert stand_in is not None
-            batch = with_rows(stand_in, sum(shards) if sharded else given.rows)
+            batch = with_rows(stand_in, rows)
         executor = self._agreed(kind, batch, given.counts, shards, stand_in)
         plan = executor.plan(batch, key, scale, shards)
-        self.shares, self.executor = (plan.rows, executor.preparation.shares), executor
+        self.rows, self.executor = plan.rows, executor
         return executor, batch, plan
-
-    def _kind(self, mode: str, signature: float, rows: int | None) -> Kind:
-        return self._kinds.kind(mode, digest_of(self._captures.version), signature, rows)
 
     def _agreed(
         self, kind: Kind, batch: Batch, counts: Sequence[float], shards: tuple[int, ...], stand_in: Batch | None
@@ -214,7 +210,7 @@ class Road:
             if shards or batch.rows in (None, 1) or executor.preparation.fitting is not None:
                 raise
             executor.preparation.fitting = ONE if executor.planned.graph.rows == 1 else SEVERAL
-            kind = self._kinds.kind(*kind[:3], batch.rows)
+            kind = self._kinds.kind(kind[0], kind[2], batch.rows)
             executor = self._kinds.executor(kind, batch)
             executor.stand_in = stand_in
             executor.preparation.agree(batch, ())

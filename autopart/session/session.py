@@ -17,23 +17,32 @@ from autopart.capture import CaptureCache
 from autopart.capture.python.guards import tied_names
 from autopart.costs.sources import CostedGraph
 from autopart.ir.cluster import Cluster
-from autopart.ir.graph import Graph
+from autopart.ir.graph import Graph, Size
 from autopart.ir.plan import Plan
 from autopart.ir.timeline import Span
 from autopart.options import Options
-from autopart.planning.make import Planned, read_plan
+from autopart.passes.program.routing import homes
+from autopart.planning.derive.reduction import BatchRule
+from autopart.planning.make import Planned, make_plan, read_plan
 from autopart.report.plan_table import summary
-from autopart.runtime.activity import set_activity, set_rank_label
+from autopart.runtime.activity import patient, set_activity, set_rank_label
 from autopart.runtime.group.world import World
-from autopart.runtime.tensors import LocalTensors, Values, broadcast_weights_if_different, without_values
+from autopart.runtime.sums.shared_values import SharedValues
+from autopart.runtime.tensors import (
+    LocalTensors,
+    Values,
+    broadcast_weights_if_different,
+    like,
+    require_equal_values,
+    without_values,
+)
 from autopart.runtime.watch.progress import tell
 from autopart.session.executors.context import RankContext
 from autopart.session.executors.executor import Executor
 from autopart.session.executors.step_end import StepEnd
-from autopart.session.lists import Samples, weights_of
-from autopart.session.making import Maker
-from autopart.session.placement import relocate
-from autopart.session.ranks.agreement import FAILURES, together
+from autopart.session.lists import WEIGHTS, Samples, WeightSource
+from autopart.session.placement import placement_of, relocate
+from autopart.session.ranks.agreement import FAILURES, from_rank, require_same_everywhere, together
 from autopart.session.ranks.call_sync import STEP_FAILED, Calls
 from autopart.session.road import CALLS, Road
 from autopart.session.standing import Standing
@@ -72,7 +81,7 @@ class Session:
         self.world = World(cluster.kind, cluster.world, local=local, timeout_s=timeout_s, transport=options.transport)
         self.calls = Calls(self.world)
         self.road = Road(self.world, self.calls, captures, options)
-        self._maker = Maker(self.world, captures, cluster, options)
+        self._preparing_s = 0.0
         self.costs: CostedGraph | None = None
 
     # -- getting there ---------------------------------------------------------------------------------------------
@@ -88,22 +97,24 @@ class Session:
                     self.batch = first_batch(self.road.read(arguments), sharded=sharded)
                     read_plan(self.options)
                     self.tied = tied_names(self.captures.trained)
-                    weights = weights_of(self.captures.trained, self.options.weights, self.options.seed)
+                    asked = self.captures.trained, self.options.weights, self.options.seed
+                    weights = next((found for make in WEIGHTS if (found := make(*asked)) is not None), None)
                 began = time.perf_counter()
-                planned, self.batch = self._maker.plan(self.batch)
+                planned, self.batch = self._plan(self.batch, self.options)
                 planning_s = time.perf_counter() - began - self.captures.seconds
                 set_activity("comparing weights")
                 broadcast_weights_if_different(self.world, planned.captured.tensors)
                 device = self.world.device
                 values = without_values if weights is None else partial(weights.values, device=device)
-                context = self._maker.context(planned, values=values)
-                executor = self._maker.executor(planned, context, self.batch)
+                context = self._context(planned, values=values)
+                executor = self._executor(planned, context, self.batch)
                 if weights is not None:
-                    self._maker.complete(weights, context)
+                    self._complete(weights, context)
                     self._later_values = partial(weights.unsaved, device=device)
                 self._install(planned, context, executor)
                 took = f"captured in {self.captures.seconds:.1f} s, planned in {max(0.0, planning_s):.1f} s"
-                tell(f"{took}: {summary(self.plan.decision)}{_predicted(self.plan)}")
+                predicted = f"; predicted step {self.plan.step_ns / 1e6:.1f} ms" if self.plan.step_ns else ""
+                tell(f"{took}: {summary(self.plan.decision)}{predicted}")
             self._brought_up()
         except BaseException:
             self.close()
@@ -118,14 +129,18 @@ class Session:
         Parameters, buffers and gradients move to the ranks that need them.  A plan that does not fit is refused on all
         ranks, and nothing has changed.  prepare: called first; what it returns moves what else follows the plan.  kept:
         values that the plan begins with (`Batch.kept`)."""
+
+        def empty(wanted: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+            return {name: like(tensor, self.world.device) for name, tensor in wanted.items()}  # they come from others
+
         with self.call("adopt"):
             with together(self.world, "comparing the model with its capture"):  # layers may have been frozen since
                 self.road.follow_model(training=True)
             move = prepare()
             wanted = replace(self.options, plan=plan)
-            planned, batch = self._maker.plan(replace(self.batch, kept=tuple(kept)), wanted)
-            context = self._maker.context(planned, self.standing.context, self._maker.empty)
-            executor = self._maker.executor(planned, context, batch)
+            planned, batch = self._plan(replace(self.batch, kept=tuple(kept)), wanted)
+            context = self._context(planned, self.standing.context, empty)
+            executor = self._executor(planned, context, batch)
             began, before = time.perf_counter(), self.standing.context
             with self.calls.running("moving the weights to another plan"):
                 self.tensors.masters.write()
@@ -143,11 +158,84 @@ class Session:
     def _install(self, planned: Planned, context: RankContext, executor: Executor, moving_s: float = 0.0) -> None:
         context.tensors.settle(self._later_values)
         self.costs = planned.costs or self.costs
-        self.standing = Standing(planned.plan, planned.captured, context, executor, self._maker.seconds, moving_s)
+        self.standing = Standing(planned.plan, planned.captured, context, executor, self._preparing_s, moving_s)
         self.road.begin(self.standing, self.batch)
         context.values.drop_foreign_gradients()
         stages = planned.plan.decision.stages_of_rank(self.world.rank)
         set_rank_label(f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}" if stages else "idle")
+
+    # -- what a rank has under a plan, made before anything of the plan that runs is changed -----------------------
+
+    def _plan(self, batch: Batch, options: Options) -> tuple[Planned, Batch]:
+        """Return the plan of rank 0 for a batch, on every rank with its own capture, and the batch as captures judge
+        it.  Collective; an error is raised on all ranks."""
+        mine: Planned | None = None
+
+        def made() -> tuple[Plan, BatchRule]:
+            nonlocal mine
+            with patient("planning"):
+                mine = make_plan(self.captures, batch, self.cluster, options)
+            return mine.plan, mine.rule
+
+        decided, rule = from_rank(self.world, 0, "planning", made)
+        began = time.perf_counter()
+        with together(self.world, "capturing the model"), patient("capturing the model"):
+            if mine is None:
+                comes = self.options.weights is not None
+                self.captures.run_in(
+                    decided.provenance.precision, self.cluster.devices[0].device_type, values_come=comes
+                )
+                mine = Planned(decided, self.captures(batch, Size(max(decided.micro_rows))), rule)
+            batch = self.captures.judged(batch)
+            fingerprint = (
+                f"{mine.captured.graph.shape_digest()} {mine.plan.digest()} {options.seed} {options.master_weights}"
+            )
+        require_same_everywhere(self.world, fingerprint)
+        self._preparing_s = time.perf_counter() - began
+        return mine, batch
+
+    def _context(
+        self, planned: Planned, earlier: RankContext | None = None, values: Values = without_values
+    ) -> RankContext:
+        """Return what executors share under a plan.  earlier: under the plan before.  values: of tensors on the meta
+        device.  Collective."""
+        graph, decision = planned.captured.graph, planned.plan.decision
+        used = placement_of(graph, decision)
+        placement = used.with_unused(earlier.placement) if earlier is not None else used
+        rank, wanted = self.world.rank, self.options.master_weights
+        mastered: Callable[[str], bool] = lambda name: wanted and placement.keeps(rank, name)  # noqa: E731
+        before, piece = earlier.tensors if earlier else None, partial(placement.piece, rank)
+        tensors = LocalTensors(self.world.device, before, mastered, values, piece)
+        mine = decision.stages_of_rank(rank)
+        tensors.hold([name for name, home in homes(decision, graph).items() if home in mine], planned.captured.tensors)
+        if rank in planned.plan.stages[0].ranks:
+            tensors.hold(graph.before, planned.captured.tensors)
+        unused = placement.holders.keys() - used.holders.keys()
+        tensors.hold([piece.name for piece in unused if rank in placement.holders[piece]], planned.captured.tensors)
+        shared = SharedValues(self.world, placement.sharing, tensors.held)
+        return RankContext(self.world, self.captures, tensors, placement, shared, self.options)
+
+    def _executor(self, planned: Planned, context: RankContext, batch: Batch) -> Executor:
+        """Return the executor of the batches that a plan is for.  Collective."""
+        began = time.perf_counter()
+        with together(self.world, "making the stages"), patient("making the stages"):
+            executor = Executor("step", context, planned.captured, planned.plan.decision, planned.rule)
+            executor.preparation.prepare(batch, (max(planned.plan.micro_rows),))
+        if self.world.carrier is not None:  # opens all channels before the first step
+            executor.engine(len(planned.plan.micro_rows))
+        self._preparing_s += time.perf_counter() - began
+        return executor
+
+    def _complete(self, weights: WeightSource, context: RankContext) -> None:
+        """Give the model values of what no stage uses, and compare what several ranks have.  Collective."""
+        placement, device = context.placement, self.world.device
+        with together(self.world, "making the weights"):
+            unused = {name: t for name, t in weights.wanted.items() if placement.owner(name) is None}
+            for name, value in weights.values(unused, device).items():
+                torch.utils.swap_tensors(unused[name], value)  # type: ignore[no-untyped-call]
+        held = {name: (placement.piece(self.world.rank, name), t) for name, t in context.tensors.held.items()}
+        shared = {name: t for name, (piece, t) in held.items() if len(placement.holders.get(piece, ())) > 1}
+        require_equal_values(self.world, {n: t for n, t in {**shared, **unused}.items() if n in weights.wanted})
 
     # -- running ---------------------------------------------------------------------------------------------------
 
@@ -194,7 +282,7 @@ class Session:
     @property
     def graph(self) -> Graph:
         """The captured graph that was planned."""
-        return self.standing.graph
+        return self.standing.captured.graph
 
     @property
     def whole_graph(self) -> Graph:
@@ -204,7 +292,7 @@ class Session:
     @property
     def tensors(self) -> LocalTensors:
         """The tensors that this rank holds."""
-        return self.standing.tensors
+        return self.standing.context.tensors
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
@@ -232,8 +320,3 @@ class Session:
             each.closed()
         self.road.close()
         self.world.close()
-
-
-def _predicted(plan: Plan) -> str:
-    """Return what a plan says of its step, as the end of a line."""
-    return f"; predicted step {plan.step_ns / 1e6:.1f} ms" if plan.step_ns else ""

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopart.capture import Captured
-from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program
-from autopart.runtime.tensors import LocalTensors
 from autopart.session.executors.context import RankContext
 from autopart.session.executors.executor import Executor
 
@@ -27,16 +25,6 @@ class Standing:
     executor: Executor
     preparing_s: float
     moving_s: float
-
-    @property
-    def graph(self) -> Graph:
-        """The captured graph that was planned."""
-        return self.captured.graph
-
-    @property
-    def tensors(self) -> LocalTensors:
-        """The tensors that this rank holds."""
-        return self.context.tensors
 
     @property
     def needing(self) -> tuple[int, ...]:

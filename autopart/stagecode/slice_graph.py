@@ -70,7 +70,7 @@ class SliceNeeds:
         self.received = [v for v in order if v in self.own and v not in self._writer]
         self.full = [v for v in order if v in self._full]
         self.prologue = [v for v in self.full if v not in captured.graph.inputs]
-        self.shared = [v for v in order if v in self.joined - self._in_parts and self._stride(v) == 1]
+        self.shared = [v for v in order if v in self.joined - self._in_parts and self.layout(v).stride == 1]
         self.states = {v: self.states[v] for v in order if v in self.states and v not in self.shared}
 
     def _see(self, op: Op) -> None:
@@ -110,8 +110,8 @@ class SliceNeeds:
             way.append(self.recipe.chain[way[-1]])
         best = next((v for v in way if v in self.joined), None)
         if best is None:
-            near = [v for v in way[:views] if self._stride(v) == 1]
-            best = min(near or way, key=lambda v: (self._stride(v) > 1, math.prod(self.shapes[v])))
+            near = [v for v in way[:views] if self.layout(v).stride == 1]
+            best = min(near or way, key=lambda v: (self.layout(v).stride > 1, math.prod(self.shapes[v])))
         self._keep(best, self.recipe.reach.get(best))
         self.joined.add(best)
         self.own.add(best)
@@ -122,10 +122,11 @@ class SliceNeeds:
         before = self.states.get(name, 0)
         self.states[name] = None if reach is None or before is None else max(reach, before)
 
-    def _stride(self, name: str) -> int:
+    def layout(self, name: str) -> TokenLayout:
+        """Return how a value holds its tokens."""
         layout = self.recipe.forms[name].queries
         assert layout is not None
-        return layout.stride
+        return layout
 
 
 class SliceGraph:
@@ -155,7 +156,11 @@ class SliceGraph:
         self.past = tuple((state, earlier) for state in needs.states for earlier in self._before(state))
         self._blocks = {key: self.graph.placeholder(f"past_{self.nodes[key[0]].name}_{key[1]}") for key in self.past}
         self.places = {name: self._place(name) for name in needs.shared}
-        self._rooms = {name: self._room(place) for name, place in self.places.items()}
+        self._rooms: dict[str, tuple[fx.Node, fx.Node | None]] = {}
+        for name, place in self.places.items():
+            buffer, looks_back = self.graph.placeholder(f"all_{self.nodes[name].name}"), place.start > place.low
+            before = self.graph.placeholder(f"before_{self.nodes[name].name}") if looks_back else None
+            self._rooms[name] = buffer, before
         for name in needs.received:
             self.join(name)
 
@@ -171,38 +176,27 @@ class SliceGraph:
 
     def _place(self, name: str) -> StateBuffer:
         """Return where a state lies in the tensor that slices share, and what this slice reads of it."""
-        layout, needs = self._layout(name), self.needs
+        layout, needs = self.needs.layout(name), self.needs
         held = replace(layout, reach=needs.recipe.reach.get(name))
         low, _ = (layout.block * token for token in held.bounds(self.part, prefix=True))
         start, end = (layout.block * token for token in layout.bounds(self.part, prefix=False))
         dtype = self.nodes[name].meta["val"].dtype
         return StateBuffer(name, needs.shapes[name], dtype, self.device, layout.axis, min(low, start), start, end)
 
-    def _room(self, place: StateBuffer) -> tuple[fx.Node, fx.Node | None]:
-        """Return placeholders for a shared state: its tensor, and the part before this slice if it reads some."""
-        name = self.nodes[place.state].name
-        buffer = self.graph.placeholder(f"all_{name}")
-        return buffer, self.graph.placeholder(f"before_{name}") if place.start > place.low else None
-
     def _before(self, state: str) -> list[int]:
         """Return the earlier slices whose part of a state this one reads."""
-        reach, layout = self.needs.states[state], self._layout(state)
+        reach, layout = self.needs.states[state], self.needs.layout(state)
         if reach is None:
             return list(range(self.number))
         start = layout.bounds(self.part, prefix=False)[0]
         ends = [layout.bounds(part, prefix=False)[1] for part in self._parts[: self.number]]
         return [number for number, end in enumerate(ends) if end > start - reach]
 
-    def _layout(self, name: str) -> TokenLayout:
-        layout = self.needs.recipe.forms[name].queries
-        assert layout is not None
-        return layout
-
     def join(self, name: str) -> None:
         """Join the value of this slice with its tokens before, if an op reads them."""
         if name not in self.needs.joined:
             return
-        node, layout = self.nodes[name], self._layout(name)
+        node, layout = self.nodes[name], self.needs.layout(name)
         if name in self.places:
             buffer, before_it = self._rooms[name]
             both = self.graph.call_function(self.places[name].append, (buffer, self.own[node], before_it))
@@ -214,7 +208,7 @@ class SliceGraph:
 
     def _from(self, node: fx.Node, low: int) -> fx.Node:
         """Return a value with the tokens from `low` up to the end of the slice."""
-        name, layout = self.name(node), self._layout(self.name(node))
+        name, layout = self.name(node), self.needs.layout(self.name(node))
         before = self._before(name)
         if not before:
             return self.own[node]
@@ -228,7 +222,7 @@ class SliceGraph:
 
     def last_before(self, name: str) -> fx.Node | None:
         """Return the last token of a state before this slice; None in the first slice."""
-        layout = self._layout(name)
+        layout = self.needs.layout(name)
         sizes = [layout.size(part, prefix=False) for part in self._parts[: self.number]]
         filled = [number for number, size in enumerate(sizes) if size]  # of a value without the last tokens not all are
         if not filled:
@@ -242,7 +236,7 @@ class SliceGraph:
         form = self.needs.recipe.forms.get(name)
         if form is not None and not form.whole:
             if want.halo > 0 and not form.halo:
-                start = self._layout(name).bounds(self.part, prefix=False)[0]
+                start = self.needs.layout(name).bounds(self.part, prefix=False)[0]
                 return self._from(arg, max(0, start - want.halo))
             wide = prefix or (want.keys is not None and form.keys is None)
             return (self.prefix if wide and form.keys is None and form.queries else self.own)[arg]

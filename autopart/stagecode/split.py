@@ -23,10 +23,8 @@ from autopart.passes.ops.casts import cast_parameter
 from autopart.planning.derive.reduction import Layouts
 from autopart.runtime.stages.products import are_faster
 from autopart.runtime.stages.stage_module import Cast, StageModule, awaited, of_whole_batch, weighed
-from autopart.stagecode.fewer_ops import merge_ops
-from autopart.stagecode.random_rows import draws_of
+from autopart.stagecode.rewrites import accumulate_in_place, draws_of, merge_ops
 from autopart.stagecode.stage_graph import Draws, Reads, numbers_of, stage_graph
-from autopart.stagecode.weight_products import accumulate_in_place
 
 
 def stage_module(

@@ -12,7 +12,7 @@ from autopart.capture import CaptureCache, Captured
 from autopart.ir.actions import ACTIONS
 from autopart.ir.errors import RefusedError
 from autopart.ir.graph import Graph, Size
-from autopart.ir.plan import Decision, Stage
+from autopart.ir.plan import Decision
 from autopart.ir.program import Edge
 from autopart.ir.shares import RowLayout, parts
 from autopart.passes.program.orders import Shape
@@ -115,8 +115,8 @@ class StageCode:
         planned, adjusted = self._decision.stages[stage], rule.reduction.adjusted
         deferrable = stage in self._split
         if recipe is None:
-            usual = stage not in self.rewrites and self._is_usual(captured.graph.rows, planned)
-            compiled = usual and self._backend != EAGER
+            usual = parts(planned.division, 0, max(self._decision.micro_rows))  # of the largest planned micro-batch
+            compiled = self._backend != EAGER and stage not in self.rewrites and captured.graph.rows in usual
             code = stage_module(
                 captured, links, stage, planned, self._device, adjusted, rule.layouts, eager=not compiled,
                 deferrable=deferrable,
@@ -126,10 +126,6 @@ class StageCode:
         return slice_stage(
             captured, recipe, planned, outputs, lengths, self._device, adjusted, rule.layouts, deferrable=deferrable
         )
-
-    def _is_usual(self, rows: int, planned: Stage) -> bool:
-        """Return whether the largest planned micro-batch gives a rank of this stage this number of rows."""
-        return rows in parts(planned.division, 0, max(self._decision.micro_rows))
 
     def _compiled(self, captured: Captured, links: Sequence[Edge], stage: int, code: StageModule) -> StageModule:
         """Compile the code of a stage for the tensors of a training step."""

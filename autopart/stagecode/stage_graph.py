@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from types import MappingProxyType
+from typing import Any
 
 import networkx as nx  # type: ignore[import-untyped, unused-ignore]
 import torch
@@ -12,8 +14,8 @@ from torch import fx, nn
 
 from autopart.capture.trace.grouped_products import kernel_of
 from autopart.rng import keyed_rows
-from autopart.runtime.stages.recompute import RecomputedGroup
 from autopart.runtime.stages.slice_functions import Rows
+from autopart.runtime.stages.stage_module import RecomputedGroup
 
 
 def convex_groups(readers: Mapping[str, Collection[str]], groups: Sequence[Collection[str]]) -> list[set[str]]:
@@ -23,33 +25,22 @@ def convex_groups(readers: Mapping[str, Collection[str]], groups: Sequence[Colle
     too) runs outside its group, and its result is kept.  Afterwards no path leaves a group and comes back, not even
     through other groups.  O(groups * (ops + reads)).
     """
-    after = {op: set(them) for op, them in readers.items()}
-    before: dict[str, set[str]] = {op: set() for op in readers}
-    for op, them in readers.items():
-        for reader in them:
-            before[reader].add(op)
+    after = nx.DiGraph({op: list(them) for op, them in readers.items()})
+    before = after.reverse(copy=False)
     found: list[set[str]] = []
     for number, group in enumerate(groups):
         inside = set(group)
         behind = _reached(after, inside) - inside  # what waits for the group
         inside -= _reached(before, behind & _reached(before, inside))  # ... and is waited for by it
         found.append(inside)
-        for steps in (after, before):  # through a group that runs as one op, each of its ops reaches each
-            steps[f"group {number}"] = inside
-            for op in inside:
-                steps[op] = steps[op] | {f"group {number}"}
+        for op in inside:  # through a group that runs as one op, each of its ops reaches each
+            after.add_edges_from(((op, f"group {number}"), (f"group {number}", op)))
     return found
 
 
-def _reached(steps: Mapping[str, set[str]], start: Collection[str]) -> set[str]:
-    """Return all that steps from `start` lead to."""
-    seen: set[str] = set()
-    todo = list(start)
-    while todo:
-        fresh = steps[todo.pop()] - seen
-        seen |= fresh
-        todo += fresh
-    return seen
+def _reached(steps: nx.DiGraph, start: Collection[str]) -> set[str]:
+    """Return these ops and all that steps from them lead to."""
+    return set(chain.from_iterable(nx.bfs_layers(steps, start)))
 
 
 Reads = Mapping[tuple[fx.Node, fx.Node], tuple[int, Callable[..., torch.Tensor]]]
@@ -165,3 +156,18 @@ def draw_for_all(copy: fx.Node, rows: Rows) -> None:
     """Let a copy of a random op draw for the rows of all replicas, and take its own rows."""
     op, number, *args = copy.args
     copy.target, copy.args = keyed_rows, (op, number, *rows, *args)
+
+
+def text_of(body: fx.GraphModule) -> str:
+    """Return the ops of a graph as text, equal for equal ops whatever their names.  O(nodes)."""
+    number: dict[fx.Node, int] = {}
+
+    def argument(arg: Any) -> Any:
+        return f"%{number[arg]}" if isinstance(arg, fx.Node) else repr(arg)
+
+    lines = []
+    for node in body.graph.nodes:
+        number[node] = len(number)
+        args = fx.node.map_aggregate((node.args, node.kwargs), argument)
+        lines.append(f"{node.op} {'' if node.op == 'placeholder' else node.target} {args}")
+    return "\n".join(lines)

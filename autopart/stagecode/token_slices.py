@@ -22,16 +22,14 @@ from autopart.ir.errors import UsageError
 from autopart.ir.graph import Adjusted, Op
 from autopart.ir.plan import Stage
 from autopart.passes.ops.table import op_name
-from autopart.passes.tokens import recipe as words
 from autopart.passes.tokens.recipe import Form, Recipe
 from autopart.planning.derive.reduction import Layouts
 from autopart.runtime.stages.slice_functions import Places, causal_attention, counted, drawn, part_of
 from autopart.runtime.stages.stage_module import StageModule, StageSlices
-from autopart.stagecode.random_rows import draws_of
+from autopart.stagecode.rewrites import accumulate_in_place, draws_of
 from autopart.stagecode.slice_graph import SliceGraph, SliceNeeds
 from autopart.stagecode.split import ancestors, casts_of, cut
 from autopart.stagecode.stage_graph import draw_for_all, stage_graph
-from autopart.stagecode.weight_products import accumulate_in_place
 
 _aten = torch.ops.aten
 
@@ -154,8 +152,9 @@ class _Writer:
         self._recipe = code.needs.recipe.ops[op.name]
 
     def node(self) -> fx.Node:
-        """Write the op, and return its result."""
-        return _HOW[self._recipe.how](self)
+        """Write the op, and return its result: each way to run in slices (`passes.tokens.recipe`) is a method."""
+        found: fx.Node = getattr(self, f"_{self._recipe.how or 'plain'}")()
+        return found
 
     def _read(self, arg: fx.Node, want: Form) -> fx.Node:
         """Return what the op reads of a value, adjusted by the number of the micro-batch if there is one."""
@@ -310,7 +309,7 @@ class _Writer:
             pieces.append(self._call_function(_aten.slice.Tensor, (rest, axis, 0, size - missing)))
         return self._call_function(_aten.cat.default, (pieces, axis))
 
-    def _convolution(self) -> fx.Node:
+    def _conv(self) -> fx.Node:
         arguments = self._arguments()
         first = next(iter(arguments))
         if self._missing():
@@ -349,22 +348,3 @@ class _Writer:
             low, high = layout.bounds(self._part, prefix=prefix)
             found.append((layout.axis, layout.stride, layout.block, self._part.tokens - layout.short, low, high))
         return tuple(sorted(found, reverse=True))
-
-
-_HOW: Mapping[str, Callable[[_Writer], fx.Node]] = {
-    words.PLAIN: _Writer._plain,
-    words.SIZES: _Writer._sizes,
-    words.CAUSAL: _Writer._causal,
-    words.LOSS: _Writer._loss,
-    words.MEAN: _Writer._mean,
-    words.MADE: _Writer._made,
-    words.ONCE: _Writer._once,
-    words.DIAGONAL: _Writer._diagonal,
-    words.CARRY: _Writer._carry,
-    words.PADDED: _Writer._padded,
-    words.CONV: _Writer._convolution,
-    words.SHIFT: _Writer._shift,
-    words.WINDOW: _Writer._window,
-    words.INVERT: _Writer._invert,
-    words.DRAWN: _Writer._drawn,
-}

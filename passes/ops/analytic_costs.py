@@ -20,8 +20,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from autopart.ir.cluster import Device
-from autopart.ir.device_kinds import DEVICE_KINDS
+from autopart.ir.cluster import DEVICE_KINDS, Device
 from autopart.ir.graph import Cost, Graph, Literal, Op, Param, Size, Value
 from autopart.passes.ops.casts import cast_parameter, cast_values
 from autopart.passes.ops.flops import backward_flops, flops, operands, seen_share, shape_of

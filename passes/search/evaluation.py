@@ -19,8 +19,8 @@ from itertools import accumulate, pairwise
 from math import log2
 from typing import NamedTuple
 
+from autopart.ir.cluster import DEVICE_KINDS
 from autopart.ir.decision import Decision, Stage
-from autopart.ir.device_kinds import DEVICE_KINDS
 from autopart.ir.plan import Estimate
 from autopart.passes.program.orders import ONE, Shape, placed
 from autopart.passes.program.routing import edges, tied, with_forward_only

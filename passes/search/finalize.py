@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 
-from autopart.ir.device_kinds import DEVICE_KINDS
+from autopart.ir.cluster import DEVICE_KINDS
 from autopart.ir.graph import Graph, stage_modules
 from autopart.ir.plan import Decision, Outlook, Stage, check_decision
 from autopart.ir.program import Program

@@ -22,7 +22,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from autopart.ir.device_kinds import DEVICE_KINDS
+from autopart.ir.cluster import DEVICE_KINDS
 from autopart.ir.graph import Size
 from autopart.ir.program import MESSAGES_AHEAD
 from autopart.passes.graph.chain import RangeCosts, largest

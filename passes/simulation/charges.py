@@ -15,8 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import chain
 
-from autopart.ir.cluster import Cluster, Device
-from autopart.ir.device_kinds import DEVICE_KINDS
+from autopart.ir.cluster import DEVICE_KINDS, Cluster, Device
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Estimate, Stage
 from autopart.ir.program import MESSAGES_AHEAD

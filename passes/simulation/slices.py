@@ -31,8 +31,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from autopart.ir.cluster import Device
-from autopart.ir.device_kinds import DEVICE_KINDS
+from autopart.ir.cluster import DEVICE_KINDS, Device
 from autopart.ir.graph import Cost, Graph
 from autopart.passes.ops.analytic_costs import added_ns
 from autopart.passes.ops.flops import seen_share

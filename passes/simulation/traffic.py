@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 
-from autopart.ir.cluster import Cluster, Port
+from autopart.ir.cluster import DEVICE_KINDS, Cluster, Port
 from autopart.ir.decision import Stage
-from autopart.ir.device_kinds import DEVICE_KINDS
 from autopart.ir.shares import common_period, split_rows
 
 _Hop = tuple[int, int, float]

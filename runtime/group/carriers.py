@@ -16,7 +16,7 @@ import torch.distributed as dist
 from autopart.ir.actions import Action
 from autopart.runtime.activity import set_activity, waiting
 from autopart.runtime.group.shared_group import shared_group
-from autopart.runtime.watch.launcher import end_process
+from autopart.runtime.watch.processes import end_process
 
 SPARE_S = 15.0
 """Seconds after the time limit in which the watch over the ranks may still end an opening."""

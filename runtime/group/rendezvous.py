@@ -1,8 +1,13 @@
 """The rendezvous of the ranks: they open the default process group, any number of times in the life of a process.
 
-Each opening has a number, which rank 0 takes from the store and sends to the others.  Ranks do not count themselves, so
+Each opening has a number, which rank 0 takes from the store and tells the others.  Ranks do not count themselves, so
 the numbers agree even if some ranks failed before an opening that others waited for.  Each opening has keys of its own,
 since those of an earlier group hold addresses that are no longer in use.
+
+A launcher's store may outlive its ranks, with addresses and heartbeats of ranks that are gone, so all keys of the ranks
+that run now are under the name of their generation.  Our own launcher and torchrun on one host count how often they
+started the ranks.  Under torchrun's elastic rendezvous each agent counts for itself, and does not count changes of the
+members; so there rank 0 makes up a name and tells it to all.
 
 Keys are polled and not waited for in torch, so that the watch over the ranks (`runtime.watch`) can end the waiting.
 """
@@ -14,16 +19,16 @@ import socket
 import time
 import uuid
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from autopart.ir.errors import ClusterError, WorkerError
+from autopart.launcher import restart_count
 from autopart.runtime.activity import waiting
-from autopart.runtime.group.generations import POLL_S, generation, poll
 
+POLL_S = 0.01
 UNWATCHED = timedelta(days=7)
 """The time limit of groups: the watch ends what hangs, and can tell planning from hanging."""
 REFUSED_S = 2.0
@@ -48,12 +53,12 @@ def open_default_group(
     did not come, and what `look` raises.
     """
     meeting = PrefixStore("autopart", store)
-    number = _lead(meeting, size, limit_s, look) if rank == 0 else _follow(meeting, rank, limit_s, look)
-    numbered(str(number))
+    number = _told(meeting, rank, size, lambda: str(meeting.add("openings", 1)), limit_s, look)
+    numbered(number)
     own = PrefixStore(f"autopart/{number}", store)
     with waiting():
         dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=UNWATCHED)
-    return str(number)
+    return number
 
 
 def rank0_has_store() -> bool:
@@ -77,7 +82,10 @@ def launchers_store(limit_s: float, look: Look = lambda: None) -> tuple[Store, i
                 fix="let torchrun or autopart.launch start the ranks; both set them to the host and a port of rank 0",
             )
         store = _connected(address[0], int(address[1]), rank, limit_s, look)
-        name = generation(store, rank, size, limit_s, look)
+        name = str(restart_count())
+        if "TORCHELASTIC_RUN_ID" in os.environ and "AUTOPART_PARENT" not in os.environ:
+            meeting = PrefixStore("autopart/generations", store)
+            name = _told(meeting, rank, size, lambda: uuid.uuid4().hex, limit_s, look)
         _found[address] = PrefixStore(f"gen{name}", store), rank, size
     return _found[address]
 
@@ -125,32 +133,49 @@ def _no_store(host: str, port: int, error: Exception) -> WorkerError:
     )
 
 
-def _lead(meeting: Store, size: int, limit_s: float, look: Look) -> int:
-    """Number the opening, on rank 0, and answer every rank that waits for it."""
-    number = int(meeting.add("openings", 1))
-    for rank in range(1, size):
-        request = f"waiting/{rank}"
-        _wait(meeting, request, limit_s, look, missing=rank)
-        ticket = meeting.get(request).decode()
-        meeting.delete_key(request)
-        meeting.set(f"ticket/{ticket}", str(number))
-    return number
+def _told(meeting: Store, rank: int, size: int, made: Callable[[], str], limit_s: float, look: Look) -> str:
+    """Return, on all ranks, the word that rank 0 makes up when it comes.  Collective.
+
+    The others ask with a new ticket each, so that none reads an answer to an earlier request.  A ticket may be that of
+    a rank that is gone or gave up; the next one writes another in its place, so rank 0 answers until all have come.
+    Raises WorkerError, naming a rank that did not come within limit_s seconds, and what `look` raises."""
+    if rank:
+        ticket = uuid.uuid4().hex
+        meeting.set(f"asked/{rank}", ticket)
+        _await_all(lambda: [] if meeting.check([f"told/{ticket}"]) else [0], limit_s, look)
+        word = meeting.get(f"told/{ticket}").decode()
+        meeting.set(f"came/{word}/{rank}", "")
+        return word
+    word, answered = made(), dict.fromkeys(range(1, size), "")
+
+    def missing() -> list[int]:
+        left = [rank for rank in answered if not meeting.check([f"came/{word}/{rank}"])]
+        for rank in left:
+            if meeting.check([f"asked/{rank}"]):
+                ticket = meeting.get(f"asked/{rank}").decode()
+                if ticket != answered[rank]:
+                    answered[rank] = ticket
+                    meeting.set(f"told/{ticket}", word)
+        return left
+
+    _await_all(missing, limit_s, look)
+    return word
 
 
-def _follow(meeting: Store, rank: int, limit_s: float, look: Look) -> int:
-    """Ask rank 0 for the number, with a new ticket, so that an answer to an earlier, abandoned request is never
-    read."""
-    ticket = uuid.uuid4().hex
-    request = f"waiting/{rank}"
-    meeting.set(request, ticket)
-    try:
-        _wait(meeting, f"ticket/{ticket}", limit_s, look, missing=0)
-    except BaseException:
-        with suppress(RuntimeError):
-            meeting.delete_key(request)
-        raise
-    return int(meeting.get(f"ticket/{ticket}"))
-
-
-def _wait(meeting: Store, key: str, limit_s: float, look: Look, missing: int) -> None:
-    poll(lambda: [] if meeting.check([key]) else [missing], limit_s, look, missing)
+def _await_all(missing: Callable[[], list[int]], limit_s: float, look: Look) -> None:
+    """Wait until no rank is missing, for the first of them at a time."""
+    left = missing()
+    while left:
+        first, end = left[0], time.monotonic() + limit_s
+        with waiting(first):
+            while left[:1] == [first]:
+                look()
+                if time.monotonic() > end:
+                    raise WorkerError(
+                        f"rank {first} did not come to open the process group",
+                        why=f"it had {limit_s:g} s",
+                        fix="look for the first error on that rank; every rank calls compile (or verify) in the same "
+                        "order; timeout= of compile allows more time",
+                    )
+                time.sleep(POLL_S)
+                left = missing()

@@ -12,18 +12,21 @@ import os
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from autopart.ir.errors import UsageError
 from autopart.launcher import restart_count
 from autopart.runtime.activity import JOINING, set_activity
-from autopart.runtime.group.breaking import break_group
 from autopart.runtime.group.rendezvous import UNWATCHED, launchers_store, open_default_group, rank0_has_store
 from autopart.runtime.watch.monitor import Monitor
 
 TIMEOUT_VARIABLE = "AUTOPART_TIMEOUT_S"
 DEFAULT_TIMEOUT_S = 600.0
+_TAG = 1 << 20
+"""The tag of a message that is never sent."""
 
 
 def default_timeout_s() -> float:
@@ -40,6 +43,26 @@ def default_timeout_s() -> float:
 os.register_at_fork(after_in_child=gc.freeze)
 """A process that this one forks, such as a worker of a DataLoader, never collects what it was born with: a group that
 was garbage here would wait, while it is destroyed, for threads that the other process does not have."""
+
+
+def break_group(group: dist.ProcessGroup) -> None:
+    """Let everything that waits in this group raise, on all threads and ranks.  May be called from any thread; takes
+    milliseconds.
+
+    NCCL's communicators are aborted.  Gloo has no such call, but a receive that times out closes all connections of its
+    group, in every thread that waits in one, and the peers see them closed."""
+    with suppress(RuntimeError):
+        group.abort()
+    for peer in range(group.size()):
+        if peer == group.rank():
+            continue
+        try:
+            overdue = group.recv([torch.empty(1)], peer, _TAG)
+        except RuntimeError:  # this connection is closed already, or Gloo is not in this group
+            continue
+        with suppress(RuntimeError):
+            overdue.wait(timedelta(milliseconds=1))
+        return
 
 
 class _SharedGroup:

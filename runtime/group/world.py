@@ -17,15 +17,14 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from autopart.ir.device_kinds import DEVICE_KINDS
+from autopart.ir.cluster import DEVICE_KINDS
 from autopart.ir.errors import AutopartError, ClusterError
 from autopart.launcher import launcher_variables, torchrun_line
 from autopart.runtime.activity import current, waiting
-from autopart.runtime.group.breaking import break_group
 from autopart.runtime.group.carriers import CARRIERS, NcclCarrier
 from autopart.runtime.group.reduction import TOGETHER, Tree, begin_together
 from autopart.runtime.group.rendezvous import UNWATCHED
-from autopart.runtime.group.shared_group import default_timeout_s, shared_group
+from autopart.runtime.group.shared_group import break_group, default_timeout_s, shared_group
 from autopart.runtime.watch.progress import show_progress
 from autopart.runtime.watch.stop_signals import stop_signals
 
@@ -108,9 +107,8 @@ class World:
                     why="RANK is not set, so neither torchrun nor autopart.launch started it",
                     fix=f"{torchrun_line(size, self._local)}   (or autopart.launch(fn, cluster))",
                 )
-            require_world(size, int(os.environ["WORLD_SIZE"]), self._local)
-        else:
-            require_world(size, dist.get_world_size(), self._local)
+        running = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
+        require_world(size, running, self._local)
         limit_s = default_timeout_s() if timeout_s is None else timeout_s
         planning_s = PLANNING_TIMES * timeout_s if timeout_s is not None else math.inf
         self._lease = shared_group.enter(self._backend, limit_s, planning_s, self._broken)

@@ -14,8 +14,7 @@ from typing import Any
 
 from autopart.ir.errors import ClusterError, UsageError
 from autopart.launcher import DEVICES_VARIABLE, Living, adopt_task, torchrun_line
-from autopart.runtime.launch.members import Members
-from autopart.runtime.launch.restarts import run_generations
+from autopart.runtime.launch.restarts import Members, run_generations
 from autopart.runtime.launch.supervise import name_of, pickle_call, refuse_while_importing
 
 

@@ -1,23 +1,29 @@
 """Start all ranks again after one of them failed: one fleet of processes, with a store of its own, per generation.
 
 A launcher that is asked to stop passes that on to its ranks, and starts none again.  Under an elastic launch the next
-generation has the devices that are left, or that came back (`members`).
+generation has the devices that are left, or that came back (`Members`), and ranks may keep their state in a folder in
+memory that outlives them.
 """
 
 from __future__ import annotations
 
+import fcntl
 import logging
+import math
+import os
+import shutil
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from autopart.ir.errors import AutopartError, UsageError
 from autopart.launcher import RESCUE_VARIABLE, Living
-from autopart.runtime.launch.members import Members
-from autopart.runtime.launch.memory import folder_in_memory
 from autopart.runtime.launch.reasons import Death
 from autopart.runtime.launch.starting import forked
 from autopart.runtime.launch.supervise import Fleet
@@ -29,8 +35,53 @@ LONGEST_PAUSE_S = 30.0
 LOOK_S = 0.25
 SOON_S = 60.0
 """A generation that lived for so many seconds was healthy: the pauses begin again."""
+LONGEST_S = 3600.0
+"""Longest time in which a device that is lost again and again is left alone."""
+MEMORY = Path("/dev/shm")
+_PREFIX = "autopart-memory-"
 
 _log = logging.getLogger("autopart")
+
+
+@dataclass
+class Members:
+    """The devices of a cluster of `of` devices, and which of them may have a rank.  Times: of time.monotonic().
+
+    least, most: the smallest and the largest number of ranks of the run.  rejoin_s: seconds after which a lost device
+    is used again; they double each time that it is lost within ten times that time of coming back.  inf: never.
+    """
+
+    of: int
+    least: int
+    most: int
+    rejoin_s: float
+    back_at: dict[int, float] = field(default_factory=dict)
+    """When a device that was lost comes back."""
+    _waited_s: dict[int, float] = field(default_factory=dict)
+
+    def living(self, now: float) -> Living:
+        """Return the devices that have ranks in a generation that starts now: the first `most` that are there."""
+        there = [device for device in range(self.of) if self.back_at.get(device, -math.inf) <= now]
+        return Living(tuple(there[: self.most]), self.of)
+
+    def lose(self, devices: Collection[int], now: float) -> bool:
+        """Leave devices alone for a while; return False, and forget all losses, if too few are left then."""
+        for device in devices:
+            before = self._waited_s.get(device, 0.0)
+            again = before and now - self.back_at.get(device, -math.inf) < 10 * before
+            self._waited_s[device] = min(LONGEST_S, 2 * before) if again else self.rejoin_s
+            self.back_at[device] = now + self._waited_s[device]
+        if len(self.living(now).devices) >= self.least:
+            return True
+        self.back_at.clear()
+        return False
+
+    def join_at(self, living: Living) -> float:
+        """Return when a generation on these devices could have more ranks; inf if never."""
+        if len(living.devices) == self.most:
+            return math.inf
+        absent = (at for device, at in self.back_at.items() if device not in living.devices)
+        return min(absent, default=math.inf)
 
 
 def run_generations(
@@ -59,8 +110,11 @@ def run_generations(
     stop = StopSignals(again=lambda: sys.exit(128 + signal.SIGTERM), after_s=LOOK_S)
     stop.enter()
     try:
-        with _shared(members) as shared:
-            return _Generations(world, deadline, restarts, stop, grace_s, members, shared).run(call, name)
+        with folder_in_memory() if members is not None else nullcontext() as memory:
+            around: dict[str, Any] = {"stop": stop, "grace_s": grace_s}
+            if members is not None:
+                around |= {"env": {RESCUE_VARIABLE: memory}, "start": forked}
+            return _Generations(world, deadline, restarts, members, stop, around).run(call, name)
     except AutopartError as error:
         if stop.asked:
             error.add_note(f"the launcher was asked to stop by {signal.Signals(stop.asked).name}: no restart")
@@ -69,45 +123,36 @@ def run_generations(
         stop.leave()
 
 
-@contextmanager
-def _shared(members: Members | None) -> Iterator[dict[str, Any]]:
-    """Yield what all generations of an elastic launch are given: a folder in memory, and how ranks start."""
-    if members is None:
-        yield {}
-        return
-    with folder_in_memory() as memory:
-        yield {"env": {RESCUE_VARIABLE: memory}, "start": forked}
-
-
+@dataclass
 class _Generations:
-    """One fleet after another, until one has run to its end or no more may be started."""
+    """One fleet after another, until one has run to its end or no more may be started.
 
-    def __init__(
-        self,
-        world: int,
-        deadline: float | None,
-        restarts: int,
-        stop: StopSignals,
-        grace_s: float,
-        members: Members | None,
-        shared: Mapping[str, Any],
-    ) -> None:
-        self._shared = shared
-        self._world, self._deadline, self._restarts, self._members = world, deadline, restarts, members
-        self._stop, self._grace_s = stop, grace_s
-        self._failures: list[AutopartError] = []
-        self._number = self._soon = 0
+    around: what every fleet is given.  soon: how many generations in a row did not live long."""
+
+    world: int
+    deadline: float | None
+    restarts: int
+    members: Members | None
+    stop: StopSignals
+    around: Mapping[str, Any]
+    failures: list[AutopartError] = field(default_factory=list)
+    soon: int = 0
 
     def run(self, call: bytes, name: str) -> list[Any]:
         """Return the results of the generation that ended the run."""
+        number = 0
         while True:
             began = time.monotonic()
-            living = self._members.living(began) if self._members is not None else None
+            world, given, living = self.world, {**self.around, "generation": number}, None
+            if self.members is not None:
+                living = self.members.living(began)
+                world = len(living.devices)
+                given |= {"living": living, "join_at": self.members.join_at(living)}
             fleet: Fleet | None = None
             try:
-                fleet = self._started(living)
-                results = fleet.run(call, name, self._deadline)
-                if not fleet.heeded or self._stop.asked:
+                fleet = Fleet(world, self.deadline, **given)
+                results = fleet.run(call, name, self.deadline)
+                if not fleet.heeded or self.stop.asked:
                     return results
                 _log.warning("the ranks have stopped so that others can join")
                 pause = 0.0
@@ -116,45 +161,40 @@ class _Generations:
             finally:
                 if fleet is not None:
                     fleet.close()
-            self._number += 1
-            self._soon = 0 if time.monotonic() - began >= SOON_S else self._soon + 1
-            _pause(pause, self._stop)
-            if self._stop.asked and self._failures:
-                raise self._failures[-1]
-
-    def _started(self, living: Living | None) -> Fleet:
-        if self._members is None or living is None:
-            return Fleet(self._world, self._deadline, **self._around())
-        return Fleet(
-            len(living.devices), self._deadline, living=living, join_at=self._members.join_at(living), **self._around()
-        )
-
-    def _around(self) -> dict[str, Any]:
-        return {"generation": self._number, "stop": self._stop, "grace_s": self._grace_s, **self._shared}
+            self.soon = 0 if time.monotonic() - began >= SOON_S else self.soon + 1
+            _pause(pause, self.stop)
+            if self.stop.asked and self.failures:
+                raise self.failures[-1]
+            number += 1
 
     def _pause_after(self, error: AutopartError, fleet: Fleet | None, living: Living | None) -> float:
-        """Return the seconds to wait before the ranks are started again after an error; raise it if they are not."""
-        if fleet is not None and living is not None and not self._stop.asked and self._lose(error, fleet, living):
+        """Return the seconds to wait before the ranks are started again after an error; raise it if they are not, with
+        a note how often they were restarted, and what ended the generations before."""
+        if fleet is not None and living is not None and not self.stop.asked and self._lose(error, fleet, living):
             return PAUSE_S
         died = fleet is not None and isinstance(fleet.cause, Death) and fleet.cause.rank in fleet.lost
-        again = not died and any(_same(error, before) for before in self._failures[-1:])
-        self._failures.append(error)
-        pause = min(LONGEST_PAUSE_S, PAUSE_S * 2.0 ** min(self._soon, 20))
-        over = self._deadline is not None and time.monotonic() + pause >= self._deadline
-        exhausted = len(self._failures) > self._restarts
-        if over or again or self._stop.asked or isinstance(error, UsageError) or exhausted:
-            _tell(self._failures, again)
+        last = [(type(each), each.what, each.where) for each in self.failures[-1:]]
+        again = not died and (type(error), error.what, error.where) in last
+        pause = min(LONGEST_PAUSE_S, PAUSE_S * 2.0 ** min(self.soon, 20))
+        over = self.deadline is not None and time.monotonic() + pause >= self.deadline
+        earlier, self.failures = self.failures, [*self.failures, error]
+        exhausted = len(self.failures) > self.restarts
+        if over or again or self.stop.asked or isinstance(error, UsageError) or exhausted:
+            if earlier:
+                why = ": the same error twice is not tried again" if again else ""
+                lines = [f"  start {number}: {_line(each)}" for number, each in enumerate(earlier)]
+                error.add_note("\n".join([f"after {len(earlier)} restart(s){why}", *lines]))
             raise error
-        _log.warning("restart %d of %d in %.1f s: %s", len(self._failures), self._restarts, pause, _line(error))
+        _log.warning("restart %d of %d in %.1f s: %s", len(self.failures), self.restarts, pause, _line(error))
         return pause
 
     def _lose(self, error: AutopartError, fleet: Fleet, living: Living) -> bool:
         """Leave out the devices whose ranks died, and return whether enough are left to go on without them."""
-        assert self._members is not None
+        assert self.members is not None
         lost, now = [living.devices[rank] for rank in fleet.lost], time.monotonic()
-        if not lost or not self._members.lose(lost, now):
+        if not lost or not self.members.lose(lost, now):
             return False
-        left, which = len(self._members.living(now).devices), ", ".join(map(str, lost))
+        left, which = len(self.members.living(now).devices), ", ".join(map(str, lost))
         _log.warning("device %s is lost, %d ranks go on: %s", which, left, _line(error))
         return True
 
@@ -166,19 +206,39 @@ def _pause(seconds: float, stop: StopSignals) -> None:
         time.sleep(min(left, LOOK_S))
 
 
-def _same(error: AutopartError, other: AutopartError) -> bool:
-    return (type(error), error.what, error.where) == (type(other), other.what, other.where)
-
-
-def _tell(failures: list[AutopartError], again: bool) -> None:
-    """Add to the last failure how often the ranks were restarted, and what ended the generations before."""
-    *earlier, last = failures
-    if not earlier:
-        return
-    lines = [f"after {len(earlier)} restart(s)" + (": the same error twice is not tried again" if again else "")]
-    lines += [f"  start {number}: {_line(error)}" for number, error in enumerate(earlier)]
-    last.add_note("\n".join(lines))
-
-
 def _line(error: AutopartError) -> str:
     return f"{error.what} ({error.where})" if error.where else error.what
+
+
+@contextmanager
+def folder_in_memory() -> Iterator[str]:
+    """Yield a new folder that only this user can open, and delete it at the end; "" where the system has none.
+
+    It is locked until then.  That tells other launchers that this one lives: its process id would not, in a container
+    that has the same memory and other ids."""
+    if not (MEMORY.is_dir() and os.access(MEMORY, os.W_OK)):
+        yield ""
+        return
+    _sweep()
+    made = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=MEMORY))
+    held = os.open(made, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        made = made.rename(made.with_name(made.name[1:]))  # no other launcher looks at it before it is locked
+        yield str(made)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+        os.close(held)
+
+
+def _sweep() -> None:
+    """Delete what launchers of this user left that were killed."""
+    for left in MEMORY.glob(f"{_PREFIX}*"):
+        with suppress(OSError):
+            held = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                if os.fstat(held).st_uid == os.getuid():
+                    fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(left, ignore_errors=True)
+            finally:
+                os.close(held)

@@ -33,24 +33,25 @@ _log = logging.getLogger("autopart")
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
-    """The process of a rank that was started, the launcher's side of its pipe, and its status."""
+class Member:
+    """The process of a rank as its launcher sees it: this side of its pipe, and its status, also after its end."""
 
+    rank: int
     process: BaseProcess
     conn: Connection
     status: SharedStatus
 
 
-Starter = Callable[[int, Mapping[str, str]], Started]
+Starter = Callable[[int, Mapping[str, str]], Member]
 """Starts a rank with these variables besides those of the launcher."""
 
 
-def spawned(rank: int, env: Mapping[str, str]) -> Started:
+def spawned(rank: int, env: Mapping[str, str]) -> Member:
     """Start a rank as a new Python process."""
     return _started("spawn", rank, f"autopart-rank-{rank}", env)
 
 
-def forked(rank: int, env: Mapping[str, str], more: Sequence[str] = ()) -> Started:
+def forked(rank: int, env: Mapping[str, str], more: Sequence[str] = ()) -> Member:
     """Start a rank by a fork, or as a new process if that fails, and on other systems than Linux.  more: modules that
     the fork server has imported besides."""
     if sys.platform != "linux":
@@ -67,7 +68,7 @@ def forked(rank: int, env: Mapping[str, str], more: Sequence[str] = ()) -> Start
         return spawned(rank, env)
 
 
-def _started(method: str, rank: int, name: str, env: Mapping[str, str]) -> Started:
+def _started(method: str, rank: int, name: str, env: Mapping[str, str]) -> Member:
     """Start a rank.  env: of the new Python process."""
     context: Any = multiprocessing.get_context(method)
     status: SharedStatus = context.RawValue(SharedStatus)
@@ -76,7 +77,7 @@ def _started(method: str, rank: int, name: str, env: Mapping[str, str]) -> Start
     process = context.Process(target=worker.started, args=(rank, theirs, status, tied), name=name)
     with _environment(env), theirs:
         process.start()
-    return Started(process, conn, status)
+    return Member(rank, process, conn, status)
 
 
 class _Name(str):
@@ -118,8 +119,10 @@ def _become(name: str, env: Mapping[str, str], *output: Any) -> str:
     return name
 
 
-def local_env(rank: int, world: int) -> dict[str, str]:
-    """Return what torchrun would set, and loopback and a fair share of the cores if the user set nothing else."""
+def local_env(rank: int, world: int, living: Living | None) -> dict[str, str]:
+    """Return what torchrun would set, and loopback and a fair share of the cores if the user set nothing else.
+
+    living: the devices of an elastic launch, of which the rank is told its own."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     defaults = {
         "OMP_NUM_THREADS": str(max(1, cores // world)),
@@ -127,18 +130,12 @@ def local_env(rank: int, world: int) -> dict[str, str]:
     }
     return {name: value for name, value in defaults.items() if name not in os.environ} | {
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
+        "LOCAL_RANK": str(rank if living is None else living.devices[rank]),
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),
         PARENT_VARIABLE: str(os.getpid()),
+        **({} if living is None else {DEVICES_VARIABLE: living.text()}),
     }
-
-
-def device_env(rank: int, living: Living | None) -> dict[str, str]:
-    """Return what a rank of an elastic launch is told of its device."""
-    if living is None:
-        return {}
-    return {"LOCAL_RANK": str(living.devices[rank]), DEVICES_VARIABLE: living.text()}
 
 
 @contextmanager

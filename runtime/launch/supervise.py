@@ -19,8 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from operator import methodcaller
 from types import MappingProxyType
@@ -30,10 +29,9 @@ from autopart.ir.errors import UsageError
 from autopart.launcher import RESTART_VARIABLE, Living
 from autopart.runtime.activity import KEEPING, NOTHING, PATIENT, READY_TO_KEEP, SharedStatus
 from autopart.runtime.launch.reasons import GUARD, STARTING, UNGUARDED, Death, error_for, first_cause, is_explained
-from autopart.runtime.launch.starting import Starter, device_env, local_env, spawned
+from autopart.runtime.launch.starting import Member, Starter, local_env, spawned
 from autopart.runtime.launch.worker import PARENT_VARIABLE, READY, Failure, Success
-from autopart.runtime.watch.launcher import STOPPED_S
-from autopart.runtime.watch.processes import state_of
+from autopart.runtime.watch.processes import STOPPED_S, state_of
 from autopart.runtime.watch.states import no_answer, state_of_rank
 from autopart.runtime.watch.stop_signals import StopSignals
 
@@ -42,15 +40,6 @@ CAUSE_S = 10.0  # as long as what arrived only follows from an error that nobody
 KEEP_S = 10.0  # for the others to learn that a rank is lost, if they keep their state in memory then
 CLOSE_S = 5.0  # for an orderly exit
 POLL_S = 0.25  # a dead process whose pipes live on in a forked child of its own is noticed after this
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """One worker process as the parent sees it."""
-
-    rank: int
-    process: BaseProcess
-    conn: Connection
 
 
 class Fleet:
@@ -83,9 +72,8 @@ class Fleet:
         try:
             own = {RESTART_VARIABLE: str(generation), **env, **self.open_store()}
             for rank in range(world):
-                started = start(rank, own | local_env(rank, world) | device_env(rank, living))
-                self._statuses.append(started.status)
-                self.members.append(Member(rank, started.process, started.conn))
+                self.members.append(start(rank, own | local_env(rank, world, living)))
+                self._statuses.append(self.members[-1].status)
         except BaseException:
             self.kill()
             raise

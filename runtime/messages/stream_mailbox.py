@@ -39,9 +39,9 @@ class StreamMailbox(Mailbox):
         coming: dict[int, list[list[Action]]] = {peer: [[] for _ in ticks] for peer in self._inboxes}
         for peer, by_tick in coming.items():
             for send in self._program.posts(peer, self._rank):
-                by_tick[self._sent_at(send) % rhythm.ring].append(send)
+                by_tick[(send.micro + self._lag(send)) % rhythm.ring].append(send)
         self._channels = {peer: _Channel(by_tick) for peer, by_tick in coming.items()}
-        self._tick = self._entered = 0
+        self._tick = 0
 
     def open(self, rows: tuple[int, ...]) -> None:
         """Begin with an empty pipeline.  rows: of each micro-batch of a batch."""
@@ -74,9 +74,6 @@ class StreamMailbox(Mailbox):
     def _lag(self, send: Action) -> int:
         """Return the ticks between the forward of a micro-batch and the compute that makes this message."""
         return 0 if send.is_a.way == FORWARD else self._rhythm.lags[send.stage]
-
-    def _sent_at(self, send: Action) -> int:
-        return send.micro + self._lag(send)
 
     def _delay(self, send: Action) -> int:
         """Return the ticks between the sending of a message and the compute that needs it."""

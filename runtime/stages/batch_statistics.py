@@ -145,18 +145,15 @@ def _spread(channels: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return channels.view(1, -1, *[1] * (x.dim() - 2))
 
 
-def _takes_statistics(node: fx.Node) -> bool:
-    places = _PLACES.get(node.target)
-    return places is not None and bool(node.args[places[0]])
-
-
 def share_statistics(code: StageModule, statistics: nn.Module) -> None:
     """Replace all batch norms in the code, also in its recomputed groups, by a `BatchStatistics`.  O(nodes)."""
     for module in list(code.module.modules()):
         if not isinstance(module, fx.GraphModule):
             continue
-        for node in [node for node in module.graph.nodes if _takes_statistics(node)]:
-            _replace(module, node, statistics)
+        for node in list(module.graph.nodes):
+            places = _PLACES.get(node.target)
+            if places is not None and node.args[places[0]]:  # it takes the statistics of the batch
+                _replace(module, node, statistics)
         module.recompile()
 
 

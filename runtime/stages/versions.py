@@ -1,8 +1,4 @@
-"""Versions of a stage's weights: each batch in flight keeps the weights of its forward for its backward.
-
-A version is a set of leaves.  The newest shares the memory of the parameters, which move to new memory before an update
-if an older batch still needs the old values.
-"""
+"""Versions of a stage's weights: each batch in flight keeps the weights of its forward for its backward."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ _Tensors = dict[str, torch.Tensor]
 
 
 class WeightVersions:
-    """The versions of the trainable tensors of one stage, by number of updates.
+    """The versions of the trainable tensors of one stage, by number of updates: each is a set of leaves.
 
     The newest version shares the memory of the parameters.  When it is still needed after an update, the parameters
     move to new memory first: the optimizer works in place, and would overwrite what backwards have saved.  So a stage
@@ -30,6 +26,7 @@ class WeightVersions:
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], version_of: Callable[[Slot], int]) -> None:
         self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
+        self._once = list({id(p): (name, p) for name, p in self._parameters.items()}.values())
         self._version_of = version_of
         self._leaves: dict[int, _Tensors] = {}
         self._casts: dict[int, dict[Cast, torch.Tensor]] = {}
@@ -40,7 +37,7 @@ class WeightVersions:
     @property
     def parameters(self) -> list[torch.Tensor]:
         """The trainable tensors, each once."""
-        return list({id(p): p for p in self._parameters.values()}.values())
+        return [p for _, p in self._once]
 
     def take(self, slot: Slot) -> tuple[_Tensors, dict[Cast, torch.Tensor]]:
         """Return the weights that the forward of a slot uses, and their casts so far."""
@@ -53,14 +50,14 @@ class WeightVersions:
     def _leaves_now(self) -> _Tensors:
         """Return leaves over the memory of the parameters, with version counters of their own (`.data`): the optimizer
         may then write to the parameters after these have moved."""
-        once = {id(p): p.data.requires_grad_() for p in self._parameters.values()}
+        once = {id(p): p.data.requires_grad_() for _, p in self._once}
         return {name: once[id(p)] for name, p in self._parameters.items()}
 
     @contextmanager
     def collecting(self, slot: Slot) -> Iterator[None]:
         """Let the backward of a slot add its gradients to those of the parameters."""
         leaves = self._leaves[self._used.pop(slot)]
-        pairs = list({id(p): (p, leaves[name]) for name, p in self._parameters.items()}.values())
+        pairs = [(p, leaves[name]) for name, p in self._once]
         for parameter, leaf in pairs:
             leaf.grad = parameter.grad
         try:
@@ -93,10 +90,9 @@ class WeightVersions:
     def _move(self, freed: _Tensors) -> None:
         """Give the parameters the same values in other memory: that of a version which is gone, or new memory, which
         the system has to clear first."""
-        own = list({id(p): (name, p) for name, p in self._parameters.items()}.values())
-        targets = [freed[name].data if freed else torch.empty_like(p.data) for name, p in own]
-        torch._foreach_copy_(targets, [p.data for _, p in own])
-        for (_, parameter), target in zip(own, targets, strict=True):
+        targets = [freed[name].data if freed else torch.empty_like(p.data) for name, p in self._once]
+        torch._foreach_copy_(targets, [p.data for _, p in self._once])
+        for (_, parameter), target in zip(self._once, targets, strict=True):
             parameter.data = target
 
     def restart(self) -> None:

@@ -143,7 +143,10 @@ class Heart:
             self._asked_at = now
             try:
                 if self._report is not None:
-                    self._publish(*self._report)
+                    group, cause = self._report
+                    self._store.compare_set(f"cause/{group}", "", cause)
+                    self._report = None
+                    self._reported.set()
                 news = self._phase != activity.current().phase  # such as the end of a capture
                 if ending or news or question is not None or now - beat_at >= BEAT_S:
                     self._beat()
@@ -159,11 +162,6 @@ class Heart:
             if ending:
                 return
             self._wake.wait(self._read_s if self.curious else max(BEAT_S / 2, self._read_s))
-
-    def _publish(self, group: str, cause: str) -> None:
-        self._store.compare_set(f"cause/{group}", "", cause)
-        self._report = None
-        self._reported.set()
 
     def _beat(self) -> None:
         status, self._beats = activity.current(), self._beats + 1

@@ -26,8 +26,14 @@ from autopart.runtime import activity
 from autopart.runtime.activity import AWAY, EVERYONE, JOINING, NOBODY, PATIENT
 from autopart.runtime.effects import first_line, is_effect
 from autopart.runtime.watch.heart import STORE_S, Heart
-from autopart.runtime.watch.launcher import STOPPED_S, end_process, watch_launcher
-from autopart.runtime.watch.processes import sibling, state_of, this_machine
+from autopart.runtime.watch.processes import (
+    STOPPED_S,
+    end_process,
+    sibling,
+    state_of,
+    this_machine,
+    watch_launcher,
+)
 from autopart.runtime.watch.states import RankState, held_up_by, looked_at, state_of_rank, verdict
 
 TICK_S = 0.25

@@ -108,7 +108,8 @@ def held_up_by(me: int, states: Mapping[int, RankState]) -> list[RankState]:
     found, seen, ahead = [], {me}, [me]
     while ahead:
         state = states[ahead.pop()]
-        for rank in _waited_for(state, states):
+        everyone = state.waits == EVERYONE  # who waits for nobody, waits for rank -1, of which nothing is known
+        for rank in states if everyone else (state.waits - 1,):
             if rank not in seen and rank in states:
                 seen.add(rank)
                 if states[rank].waiting:
@@ -116,12 +117,6 @@ def held_up_by(me: int, states: Mapping[int, RankState]) -> list[RankState]:
                 else:
                     found.append(states[rank])
     return sorted(found, key=lambda state: state.rank)
-
-
-def _waited_for(state: RankState, states: Mapping[int, RankState]) -> Sequence[int]:
-    if state.waits == NOBODY:
-        return ()
-    return list(states) if state.waits == EVERYONE else [state.waits - 1]
 
 
 def verdict(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from autopart.capture.python.reads import late as room
 from autopart.capture.python.reads.late import Late, different_rows, late, whole
-from autopart.capture.python.reads.masks import _AllShown, _Triangle
+from autopart.capture.python.reads.masks import _Hide
 
 TOKENS = 3
 _eq, _and = torch.ops.aten.eq.Tensor, torch.ops.aten.bitwise_and.Tensor
@@ -28,10 +28,10 @@ def test_late_masks_answer_like_whole_ones(documents: list[list[int]], hides: bo
         assert isinstance(both, Late)
         known = whole(both)
         assert torch.equal(known, _and(_eq(*same.args), causal))
-        for question in (_AllShown((hides,)), _Triangle(TOKENS, (hides,))):
+        for question in (_Hide(0, (hides,)), _Hide(TOKENS, (hides,))):
             assert question(both) == question(known)
         pair = (hides, False)
-        assert _Triangle(TOKENS, pair)(same, causal) == _Triangle(TOKENS, pair)(whole(same), causal)
+        assert _Hide(TOKENS, pair)(same, causal) == _Hide(TOKENS, pair)(whole(same), causal)
 
 
 def test_equal_rows_are_computed_once() -> None:

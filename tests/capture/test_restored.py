@@ -13,7 +13,7 @@ from torch.utils._device import _device_constructors
 
 from autopart.batch.batch import flatten
 from autopart.capture import CaptureCache
-from autopart.capture.trace.patches import patched
+from autopart.capture.python.habits.habits import patched
 from autopart.ir.errors import AutopartError, CaptureError
 from autopart.ir.graph import Size
 

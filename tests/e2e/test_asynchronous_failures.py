@@ -126,7 +126,7 @@ PLANS: list[tuple[str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("count", [3, pytest.param(len(PLANS), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [2, pytest.param(len(PLANS), marks=pytest.mark.slow)])
 def test_plans_with_other_schedules_are_adopted_between_streams_and_steps(pair: Workers, count: int) -> None:
     asked = [(name, options(2, name, 4) | more) for name, more in PLANS[:count]]
     first, other = pair.run(jobs.adopting, asked, 3)

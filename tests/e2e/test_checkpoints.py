@@ -24,7 +24,7 @@ def test_a_resumed_run_equals_one_without_interruption_bit_by_bit(pair, tmp_path
         assert extra == {"note": "third", "best": float("inf")}
 
 
-MARKS = {kind: [pytest.mark.slow] for kind in ("sgd", "adam", "rmsprop")}
+MARKS = {kind: [pytest.mark.slow] for kind in ("sgd", "adam", "rmsprop", "adafactor")}
 OTHERS = [
     {"stages": 1, "replicas": 2, "micro_batches": 2, "zero": 0, "sync_batchnorm": True},
     REPLICAS,
@@ -35,7 +35,7 @@ OTHERS = [
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=MARKS.get(kind, [])) for kind in jobs.OPTIMIZERS])
 def test_no_state_is_lost_under_another_plan(pair, tmp_path, kind):
-    before, others = (TWO_STAGES, OTHERS[:2]) if kind != "adamw" else (REPLICAS, OTHERS)
+    before, others = (TWO_STAGES, OTHERS[:2]) if kind != "adamw" else (REPLICAS, OTHERS[2:])
     assert pair.run(jobs.moved, str(tmp_path), kind, before, others) == [[[]] * len(others)] * 2
 
 

@@ -145,12 +145,11 @@ def test_a_full_disk_on_one_rank_is_raised_on_all_and_training_goes_on(
         assert left == [".lock", ".order", "latest", "step-00000002", "step-00000005"]
 
 
-@pytest.mark.parametrize("bad", [0, 1])
 def test_a_save_that_fails_beside_the_last_step_is_raised_by_close_which_still_brings_the_weights_together(
-    pair: Workers, tmp_path: Path, bad: int
+    pair: Workers, tmp_path: Path
 ) -> None:
-    for message, whole, left in pair.run(at_the_end, str(tmp_path), bad):
-        assert message.startswith("CheckpointError: the checkpoint cannot be written") and f"rank {bad}" in message
+    for message, whole, left in pair.run(at_the_end, str(tmp_path), 1):
+        assert message.startswith("CheckpointError: the checkpoint cannot be written") and "rank 1" in message
         assert whole and left == [".lock"]
 
 

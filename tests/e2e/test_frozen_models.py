@@ -180,6 +180,7 @@ def same(found: Sequence[Trained], expected: Trained, rtol: float = 1e-10, atol:
         torch.testing.assert_close(moments[name], value, rtol=rtol, atol=atol)
 
 
+@pytest.mark.slow
 def test_a_language_model_with_tied_weights_freezes_and_the_plan_follows(pair: Workers) -> None:
     way = Way("gpt", depth=4, frozen=(0, 2, 3), period=2, options=PIPELINE)
     found = pair.run(run, way, 2)

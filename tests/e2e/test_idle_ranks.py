@@ -164,7 +164,7 @@ def divided(seed: int, folder: str) -> tuple[dict[str, torch.Tensor], int]:
 pytestmark = pytest.mark.timeout(400)
 
 
-@pytest.mark.parametrize("seeds", [(8, 11, 14), pytest.param(range(80), marks=pytest.mark.slow)], ids=["few", "many"])
+@pytest.mark.parametrize("seeds", [(8, 11), pytest.param(range(80), marks=pytest.mark.slow)], ids=["few", "many"])
 def test_an_optimizer_is_built_as_usual_where_a_rank_has_frozen_layers_alone(
     pair: Any, tmp_path: Any, seeds: Sequence[int]
 ) -> None:

@@ -17,7 +17,7 @@ from autopart.ir.errors import UsageError
     [
         pytest.param("stack", [4, 8, 5, 2], marks=pytest.mark.slow),
         pytest.param("late_inputs", [4, 8, 2], marks=pytest.mark.slow),
-        ("batch_norm", [4, 8, 5]),
+        pytest.param("batch_norm", [4, 8, 5], marks=pytest.mark.slow),
     ],
 )
 def test_the_next_batch_may_have_another_size(workers, name, sizes):

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 import autopart
 from autopart.files.clusters import cluster_to_yaml, parse_cluster
-from autopart.ir.device_kinds import DEVICE_KINDS
+from autopart.ir.cluster import DEVICE_KINDS
 from autopart.ir.errors import ClusterError
 
 ROW = replace(

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from autopart.files.clusters import Host, cluster_to_yaml, parse_cluster, save_cluster, this_host
 from autopart.files.presets import DEVICES, NODES
-from autopart.ir.cluster import Cluster, Device, Level, Link, check
-from autopart.ir.device_kinds import DEVICE_KINDS
+from autopart.ir.cluster import DEVICE_KINDS, Cluster, Device, Level, Link, check
 from autopart.ir.errors import ClusterError
 
 HOST = Host(memory_bytes=16 * 2**30, cores=8)

@@ -7,16 +7,26 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
 
-from support.jobs import trainer_jobs
 from support.trainer_runs import Piped, Watched, differs, interrupted, left, made, resumable
 from support.workers import Workers
 
 from autopart.ir.errors import UsageError
+
+
+def trained(folder: str, args: dict[str, Any], pipeline: dict[str, Any], resume: str | None, again: bool) -> Any:
+    """Train on this rank, as a script under a launcher does, once or twice; return what is left."""
+    trainer = made(Piped, Path(folder), args, pipeline={"cluster": "cpu:2", **pipeline})
+    trainer.train(resume_from_checkpoint=resume)
+    if again:
+        trainer.train()
+    return left(trainer)
+
 
 SHARED = ("optimizer", "moments")
 """What each of two ranks has a part of."""
@@ -91,10 +101,10 @@ def test_two_ranks_resume_inside_an_epoch_and_train_a_second_time_as_a_plain_tra
     with Workers(2, timeout=240) as workers:
         mine = str(tmp_path / "mine")
         runs = [
-            (again, workers.run(trainer_jobs.trained, mine, args, {"stages": 2}, None, True)),
+            (again, workers.run(trained, mine, args, {"stages": 2}, None, True)),
             (
                 left(resumed),
-                workers.run(trainer_jobs.trained, mine, args, {"cuts": ["norm"]}, f"{mine}/checkpoint-5", False),
+                workers.run(trained, mine, args, {"cuts": ["norm"]}, f"{mine}/checkpoint-5", False),
             ),
         ]
     for expected, ranks in runs:

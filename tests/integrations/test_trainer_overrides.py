@@ -19,7 +19,7 @@ from support.trainer_runs import ONE, Watched, both, differs, left, made
 from transformers import Seq2SeqTrainer, Trainer
 
 from autopart.integrations.trainer import REPLACED, PipelineMixin
-from autopart.integrations.trainer_limits import LEFT_OUT
+from autopart.integrations.trainer_parts import LEFT_OUT
 from autopart.ir.errors import UsageError
 
 METHODS = sorted(n for n, one in vars(Trainer).items() if inspect.isfunction(one) and not n.startswith("__"))

@@ -18,8 +18,8 @@ from support.trainer_runs import Piped, Watched, accuracy, differs, left, made, 
 from transformers import EarlyStoppingCallback, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 
 from autopart.integrations.trainer import PipelineMixin
-from autopart.integrations.trainer_limits import KNOWN
-from autopart.integrations.trainer_limits import VALUES as SOME
+from autopart.integrations.trainer_parts import KNOWN
+from autopart.integrations.trainer_parts import VALUES as SOME
 from autopart.ir.errors import UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated")
@@ -196,7 +196,7 @@ def test_every_setting_is_compared_or_stated_on_the_page_or_refused_by_name(tmp_
 
 def again(trainer: Any) -> None:
     """Ask what a pipeline cannot do, as where a trainer is made."""
-    from autopart.integrations.trainer_limits import require_possible
+    from autopart.integrations.trainer_parts import require_possible
 
     trainer.__class__ = type("Piped", (PipelineMixin, Trainer), {})
     require_possible(trainer, PipelineMixin, ())

@@ -15,8 +15,7 @@ from autopart.ir.graph import Graph, Op, Param, Size, module_range
 from autopart.ir.plan import Alternative, Decision, Estimate, Optimality, Outlook, Plan, Provenance, Stage
 from autopart.ir.timeline import Span, Timeline
 from autopart.report.plan_table import modules_of, stage_table
-from autopart.report.text_timeline import timeline_text
-from autopart.report.traces import chrome_trace
+from autopart.report.traces import chrome_trace, timeline_text
 
 MIB = 2**20
 

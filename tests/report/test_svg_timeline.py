@@ -14,7 +14,7 @@ from autopart.ir.actions import parse_action
 from autopart.ir.errors import UsageError
 from autopart.ir.timeline import Span, Timeline
 from autopart.report.svg_timeline import COLOURS, LEFT, RIGHT, SUMS, WAITING, timeline_svg
-from autopart.report.text_timeline import timeline_text, timelines_text
+from autopart.report.traces import timeline_text, timelines_text
 
 SVG = "{http://www.w3.org/2000/svg}"
 MS = 1_000_000

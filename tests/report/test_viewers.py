@@ -12,8 +12,7 @@ from autopart.ir.timeline import Timeline
 from autopart.passes.program.routing import route
 from autopart.passes.simulation.estimate import timeline_of
 from autopart.passes.simulation.stage_costs import Estimator
-from autopart.report.text_timeline import timeline_text
-from autopart.report.traces import chrome_trace
+from autopart.report.traces import chrome_trace, timeline_text
 
 
 def whole_step(schedule: str = "1f1b") -> Timeline:

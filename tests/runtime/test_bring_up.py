@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from autopart.runtime.activity import SharedStatus
-from autopart.runtime.launch import memory
+from autopart.runtime.launch import restarts
 from autopart.runtime.launch.reasons import GUARD, Death, error_for
 
 pytestmark = pytest.mark.timeout(200)
@@ -84,9 +84,9 @@ def test_the_advice_for_a_rank_that_did_not_start_fits_how_it_ended(code: int, a
 HOLDS = """
 import sys
 from pathlib import Path
-from autopart.runtime.launch import memory
-memory.MEMORY = Path(sys.argv[1])
-with memory.folder_in_memory() as made:
+from autopart.runtime.launch import restarts
+restarts.MEMORY = Path(sys.argv[1])
+with restarts.folder_in_memory() as made:
     print(made, flush=True)
     sys.stdin.read()
 """
@@ -109,13 +109,13 @@ def ended(process: subprocess.Popen[bytes]) -> None:
 
 
 def test_only_what_a_killed_launcher_left_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "MEMORY", tmp_path)
+    monkeypatch.setattr(restarts, "MEMORY", tmp_path)
     first, mine = holding(tmp_path)
     second, left = holding(tmp_path)
     second.send_signal(signal.SIGKILL)
     ended(second)
     assert mine.is_dir() and left.is_dir()
-    with memory.folder_in_memory() as made:
+    with restarts.folder_in_memory() as made:
         assert mine.is_dir() and not left.exists() and Path(made).stat().st_mode & 0o777 == 0o700
     assert not Path(made).exists()
     ended(first)
@@ -128,8 +128,8 @@ def test_a_launch_in_another_container_spares_what_this_one_has(
     elsewhere = ("unshare", "--pid", "--fork", "--mount-proc")
     if subprocess.run([*elsewhere, "true"], capture_output=True, check=False).returncode:
         pytest.skip("this user cannot make namespaces of process ids")
-    monkeypatch.setattr(memory, "MEMORY", tmp_path)
-    with memory.folder_in_memory() as made:
+    monkeypatch.setattr(restarts, "MEMORY", tmp_path)
+    with restarts.folder_in_memory() as made:
         process, theirs = holding(tmp_path, *elsewhere)
         assert Path(made).is_dir() and theirs.is_dir()
         ended(process)

@@ -14,7 +14,7 @@ from autopart.ir.cluster import Cluster, Device, Level, Link, check
 from autopart.ir.errors import UsageError, WorkerError
 from autopart.launcher import Living, living_devices
 from autopart.runtime.launch.local import launch
-from autopart.runtime.launch.members import LONGEST_S, Members
+from autopart.runtime.launch.restarts import LONGEST_S, Members
 
 pytestmark = pytest.mark.timeout(200)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from autopart.runtime.sums.buckets import ALIGNED_BYTES, Bucket, parts_of
+from autopart.runtime.sums.replicas import ALIGNED_BYTES, Bucket, parts_of
 
 
 def parameters(*sizes: int, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:

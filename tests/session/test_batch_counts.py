@@ -70,7 +70,7 @@ def test_shares_of_replicas_that_cut_a_micro_batch_differently_are_added_up_from
     halves, thirds = Division((1, 1)), Division((1, 1, 1))
     pieces = pieces_of((6, 5), (halves, thirds))
     assert pieces[:4] == ((0, 0, 2), (0, 2, 3), (0, 3, 4), (0, 4, 6))
-    measured = [[float(end - first)] for _, first, end in pieces]
+    measured = [float(end - first) for _, first, end in pieces]
     for reduction in (LossReduction("rows"), LossReduction("tokens", "count")):
         shares = loss_shares(reduction, (6, 5), (halves, thirds), measured)
         assert [[share[0] * 11 for share in replicas] for replicas in shares[halves]] == [[3, 3], [3, 2]]

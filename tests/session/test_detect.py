@@ -15,8 +15,7 @@ from support.workers import Workers
 from autopart.cli.main import main
 from autopart.costs.detect import detect, fit_link, merge_devices, pairs_of, probe, rounded
 from autopart.files.clusters import cluster_to_yaml, link_within_host, parse_cluster, this_host
-from autopart.ir.cluster import Cluster, Device, Level, Link, check
-from autopart.ir.device_kinds import DEVICE_KINDS
+from autopart.ir.cluster import DEVICE_KINDS, Cluster, Device, Level, Link, check
 from autopart.ir.errors import ClusterError
 from autopart.report.cluster_table import cluster_table
 

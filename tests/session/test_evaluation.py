@@ -62,7 +62,7 @@ def evaluated(kind: str, options: dict[str, Any], rows: tuple[int, ...]) -> dict
             batch = data(count) if pipe.rank == pipe.plan.stages[0].ranks[0] else None
             found["losses"].append(pipe.eval_loss(batch).item() if batch is None else pipe.eval_loss(*batch).item())
             found["expected"].append(Scored(kind).eval()(*data(count)).item() if kind != "a counter" else 0.0)
-            found["micros"].append(len(session.road.shares[0]))
+            found["micros"].append(len(session.road.rows))
     return found
 
 

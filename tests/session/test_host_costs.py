@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.workers import Workers
 
-from autopart.cli.host_costs import Spent, host_costs, measured_host
+from autopart.cli.host_costs import MICROS, host_costs, measured_host
 from autopart.files.clusters import cluster_to_yaml, parse_cluster
 from autopart.ir.cluster import Cluster, HostCosts, check
 from autopart.ir.errors import ClusterError
@@ -23,15 +23,14 @@ DEVICES = parse_cluster("cpu:2")
 def test_costs_are_found_from_what_they_would_make_ranks_spend(
     compute: int, message: int, summed: int, step: int, waited: int, world: int
 ) -> None:
-    spent = Spent(
+    found = host_costs(
         one=step + 2 * compute,
-        many=step + 2 * 16 * compute,
+        many=step + 2 * MICROS * compute,
         staged=2 * step + 4 * compute + 4 * message,
         replicated=world * (step + 2 * compute + summed),
-        micros=16,
         world=world,
+        waited_ns=waited,
     )
-    found = host_costs(spent, waited)
     expected = (compute, message, summed, step + waited)
     for own, wanted in zip((found.compute_ns, found.message_ns, found.sum_ns, found.step_ns), expected, strict=True):
         assert own == pytest.approx(wanted, rel=0.01, abs=2)
@@ -39,11 +38,12 @@ def test_costs_are_found_from_what_they_would_make_ranks_spend(
 
 @given(*[st.floats(-1e9, 1e9)] * 4)
 def test_any_measurements_make_costs(one: float, many: float, staged: float, replicated: float) -> None:
-    check(Cluster(DEVICES.devices, DEVICES.levels, host_costs(Spent(one, many, staged, replicated, world=2), 0)))
+    spent = host_costs(one, many, staged, replicated, world=2, waited_ns=0)
+    check(Cluster(DEVICES.devices, DEVICES.levels, spent))
 
 
 def test_one_rank_has_no_messages_and_no_sums() -> None:
-    assert host_costs(Spent(1000, 16_000), 0) == HostCosts(500, 0, 0, 0)
+    assert host_costs(1000, 16_000, None, None, world=1, waited_ns=0) == HostCosts(500, 0, 0, 0)
 
 
 def test_a_cluster_file_keeps_what_hosts_spend(tmp_path: Path) -> None:

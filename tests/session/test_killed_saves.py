@@ -126,7 +126,7 @@ def test_a_save_that_ends_before_any_of_its_file_operations_leaves_a_whole_check
     assert run_alone(str(tmp_path / "run"), "operations") > 15
 
 
-@pytest.mark.parametrize("kills", [20, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [10, pytest.param(200, marks=pytest.mark.slow)])
 def test_the_last_complete_checkpoint_is_loaded_after_a_kill_at_any_instant(tmp_path, kills):
     assert run_alone(str(tmp_path / "run"), str(kills)) > kills / 10  # some saves came to their end in between
 

@@ -77,7 +77,7 @@ def _counting(name: str):
 # -- tests -----------------------------------------------------------------------------------------------------------
 
 
-LENGTHS = tuple(range(5, 13))
+LENGTHS = tuple(range(5, 9))
 
 
 def test_lengths_that_were_seen_are_not_captured_again(pair: Workers) -> None:

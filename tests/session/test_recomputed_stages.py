@@ -15,7 +15,7 @@ from autopart.batch.batch import flatten
 from autopart.capture import Captured, capture
 from autopart.ir.graph import Cost, Graph, Op
 from autopart.passes.simulation.charges import GraphIndex, redone_ns
-from autopart.runtime.stages.recompute import RecomputedGroup
+from autopart.runtime.stages.stage_module import RecomputedGroup
 from autopart.stagecode.stage_graph import convex_groups
 
 ROWS, WIDTH = 4, 16

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -16,12 +16,6 @@ from autopart.extras.freezing.carried import spread
 
 pytestmark = pytest.mark.timeout(200)
 STEPS = 8
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Workers]:
-    with Workers(2, timeout=180) as pool:
-        yield pool
 
 
 def plans(ranks: int = 2) -> list[Any]:

@@ -17,7 +17,7 @@ from autopart.extras.compiled import inductor
 from autopart.extras.compiled.segments import segmented
 from autopart.ir.errors import RefusedError
 from autopart.runtime.stages.compiled_segment import CompiledSegment, form_of
-from autopart.stagecode.graph_text import text_of
+from autopart.stagecode.stage_graph import text_of
 
 WIDTH = 8
 

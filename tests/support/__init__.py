@@ -3,6 +3,6 @@
 In tests, products with weights of any size add their gradients in place, also in worker processes, which import this.
 """
 
-from autopart.stagecode import weight_products
+from autopart.stagecode import rewrites
 
-weight_products.LEAST_ELEMENTS = 0
+rewrites.LEAST_ELEMENTS = 0

@@ -54,7 +54,14 @@ def check_model(model: object) -> nn.Module:
             why="it has no Python code to capture",
             fix="pass the module that torch.jit.script or torch.jit.trace was given",
         )
-    _check_wrappers(model)
+    for path, module in model.named_modules():
+        homes = [kind.__module__ for kind in type(module).__mro__]
+        for where, name, fix in _WRAPPERS:
+            if any(home.startswith(where) for home in homes):
+                place = f"module {path}" if path else ""
+                raise UsageError(
+                    f"the model is wrapped in {name}", where=place, why="it is distributed already", fix=fix
+                )
     _check_forward(model)
     _check_values(model)
     check_hooks(model)
@@ -98,18 +105,6 @@ def _check_forward(model: nn.Module) -> None:
         )
 
 
-def _check_wrappers(model: nn.Module) -> None:
-    """Raise UsageError for a model that another library already distributes."""
-    kinds = [(path, kind.__module__) for path, module in model.named_modules() for kind in type(module).__mro__]
-    for path, home in kinds:
-        for where, name, fix in _WRAPPERS:
-            if home.startswith(where):
-                place = f"module {path}" if path else ""
-                raise UsageError(
-                    f"the model is wrapped in {name}", where=place, why="it is distributed already", fix=fix
-                )
-
-
 def _check_values(model: nn.Module) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if nn.parameter.is_lazy(tensor):
@@ -118,7 +113,10 @@ def _check_values(model: nn.Module) -> None:
                 why="a lazy module gets its parameters when it is called first",
                 fix="call the model once on a batch before compile, and make the optimizer after that",
             )
-        if _quantized(tensor):
+        # numbers that are codes: of torchao's kind, or of a foreign class as in bitsandbytes
+        codes = not (tensor.is_floating_point() or tensor.is_complex()) or hasattr(tensor, "quant_state")
+        foreign = type(tensor).__module__.split(".")[0] != "torch"
+        if foreign and (codes or is_traceable_wrapper_subclass(tensor)):
             raise RefusedError(
                 f"{name} is quantized: a {type(tensor).__module__}.{type(tensor).__qualname__}",
                 why="its scales and its way to compute belong to its class, and a captured program holds plain tensors",
@@ -133,13 +131,6 @@ def _check_values(model: nn.Module) -> None:
             )
 
 
-def _quantized(tensor: torch.Tensor) -> bool:
-    """Return whether numbers of a tensor are codes: of torchao's kind, or of a foreign class as in bitsandbytes."""
-    foreign = type(tensor).__module__.split(".")[0] != "torch"
-    codes = not (tensor.is_floating_point() or tensor.is_complex()) or hasattr(tensor, "quant_state")
-    return foreign and (codes or is_traceable_wrapper_subclass(tensor))
-
-
 def check_hooks(model: nn.Module) -> None:
     """Raise RefusedError for a hook on a module or a parameter that would only run during the capture."""
     found = [
@@ -147,7 +138,7 @@ def check_hooks(model: nn.Module) -> None:
         for path, module in model.named_modules()
         for attribute, kind in _HOOKS.items()
         for hook in getattr(module, attribute).values()
-        if not (_of_its_library(hook, module) or _only_asks_for_gradients(hook))
+        if not _is_captured_with(hook, module)
     ]
     for attribute, kind in _HOOKS.items():
         for hook in getattr(nn.modules.module, f"_global{attribute}").values():
@@ -159,33 +150,6 @@ def check_hooks(model: nn.Module) -> None:
             why="hooks would run once while the model is captured and never again",
             fix="remove it (handle.remove()) before compile, or do its work in forward()",
         )
-    _check_parameter_hooks(model)
-
-
-def _only_asks_for_gradients(hook: object) -> bool:
-    """Return whether the only call that a hook makes is `requires_grad_`, as in `enable_input_require_grads`.
-
-    Reentrant checkpointing needs it; which gradients flow is read from the captured program.
-    """
-    if not isinstance(hook, types.FunctionType) or hook.__closure__:
-        return False
-    return hook.__code__.co_names == ("requires_grad_",)
-
-
-def _of_its_library(hook: object, module: nn.Module) -> bool:
-    """Return whether an installed library put the hook on a module of its own, as weight norm does.
-
-    Such a hook is part of how the module computes, and is captured with it.
-    """
-    home = getattr(hook, "__module__", None) or type(hook).__module__
-    library = home.split(".")[0]
-    if library != type(module).__module__.split(".")[0]:
-        return False
-    file = getattr(sys.modules.get(library), "__file__", None) or ""
-    return file.startswith(INSTALLED)
-
-
-def _check_parameter_hooks(model: nn.Module) -> None:
     for name, param in model.named_parameters():
         if getattr(param, "_backward_hooks", None) or getattr(param, "_post_accumulate_grad_hooks", None):
             raise RefusedError(
@@ -193,6 +157,20 @@ def _check_parameter_hooks(model: nn.Module) -> None:
                 why="it would see the gradient of one micro-batch on one stage instead of the whole gradient",
                 fix="remove it and change the gradient after step(), before optimizer.step()",
             )
+
+
+def _is_captured_with(hook: object, module: nn.Module) -> bool:
+    """Return whether a hook is part of how a module computes, or changes nothing of that.
+
+    An installed library put the first on a module of its own, as weight norm does.  The second makes no call but
+    `requires_grad_`, as in `enable_input_require_grads`, which reentrant checkpointing needs; which gradients flow is
+    read from the captured program.
+    """
+    if isinstance(hook, types.FunctionType) and not hook.__closure__ and hook.__code__.co_names == ("requires_grad_",):
+        return True
+    library = (getattr(hook, "__module__", None) or type(hook).__module__).split(".")[0]
+    file = getattr(sys.modules.get(library), "__file__", None) or ""
+    return library == type(module).__module__.split(".")[0] and file.startswith(INSTALLED)
 
 
 def _check_shared_storage(model: nn.Module) -> None:

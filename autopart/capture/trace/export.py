@@ -22,8 +22,8 @@ from torch.utils import _pytree as pytree
 
 from autopart.batch.batch import Batch
 from autopart.capture.python.habits.habits import HABITS
-from autopart.capture.python.reads.data_dependent_errors import is_data_dependent, size_fix
 from autopart.capture.python.reads.host_reads import Asker
+from autopart.capture.python.reads.sizes import is_data_dependent, size_fix
 from autopart.capture.python.watch.observed import Observed, Observer, check_kept
 from autopart.capture.python.watch.values import ValueUsed, standing
 from autopart.capture.source_location import user_place
@@ -39,8 +39,8 @@ _TENSOR = object()
 class Wrapper(nn.Module):
     """Takes the tensor leaves of a batch; returns the loss, or the outputs if `wants_outputs`.
 
-    outputs: makes of the results of the program what the model returns; None for a loss.  observed: what forward() and
-    the loss function read of Python.  asker: answers what they ask about the numbers of the batch.
+    seen.outputs: makes of the results of the program what the model returns; None for a loss.  observed: what forward()
+    and the loss function read of Python.  asker: answers what they ask about the numbers of the batch.
     """
 
     def __init__(
@@ -60,16 +60,10 @@ class Wrapper(nn.Module):
         self._batch = batch
         self._wants_outputs = wants_outputs
         self._autocast = autocast
-        self._seen = types.SimpleNamespace(outputs=None)  # torch.export puts back the attributes of a module
+        self.seen = types.SimpleNamespace(outputs=None)  # torch.export puts back the attributes of a module
         self._watched = [model, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.asker = Asker(self, model, whole, batch.rows, torch.device("cpu") if device.type == "meta" else device)
-
-    @property
-    def outputs(self) -> Callable[[Sequence[torch.Tensor]], Any] | None:
-        """What makes of the results of the program what the model returns; None for a loss."""
-        found: Callable[[Sequence[torch.Tensor]], Any] | None = self._seen.outputs
-        return found
 
     def forward(self, *tensors: torch.Tensor) -> Any:
         """Run the model, and the loss function if there is one, in everything that sees what they do."""
@@ -77,13 +71,12 @@ class Wrapper(nn.Module):
         leaves = tuple(next(queue) if isinstance(x, torch.Tensor) else x for x in self._batch.leaves)
         used: list[int] = []
         args, kwargs, target = self._batch.arguments(standing(self._batch, leaves, used))
-        functions = [self.loss_fn] if self.loss_fn is not None else []
         self.asker.begin()
         with contextlib.ExitStack() as around:
             for habit in HABITS:
                 if habit.around is not None:
                     around.enter_context(habit.around(self._watched))
-            observer = Observer(self._watched, functions, self.observed)
+            observer = Observer(self._watched, self.loss_fn, self.observed)
             if self._autocast is not None:
                 around.enter_context(self._autocast.region())
             with observer.noting():
@@ -104,7 +97,9 @@ class Wrapper(nn.Module):
         kind: type | None = None  # a mapping class such as transformers' ModelOutput
         if isinstance(result, Mapping):
             kind = type(result)
-            result = {k: v for k, v in result.items() if _is_data(v)}
+            # only tensors, numbers and texts can be sent: a cache object cannot
+            sent = (torch.Tensor, bool, int, float, str, type(None))
+            result = {k: v for k, v in result.items() if all(isinstance(x, sent) for x in pytree.tree_leaves(v))}
         leaves, spec = pytree.tree_flatten(result)
         constants = [_TENSOR if isinstance(x, torch.Tensor) else x for x in leaves]
 
@@ -113,14 +108,8 @@ class Wrapper(nn.Module):
             tree = pytree.tree_unflatten([next(queue) if x is _TENSOR else x for x in constants], spec)
             return tree if kind is None else kind(**tree)
 
-        self._seen.outputs = rebuilt
+        self.seen.outputs = rebuilt
         return tuple(x for x in leaves if isinstance(x, torch.Tensor))
-
-
-def _is_data(value: Any) -> bool:
-    """Return whether a value holds only tensors, numbers and texts, which can be sent (a cache object cannot)."""
-    leaves = pytree.tree_leaves(value)
-    return all(x is None or isinstance(x, (torch.Tensor, bool, int, float, str)) for x in leaves)
 
 
 def loss_of(result: Any) -> torch.Tensor:
@@ -189,6 +178,8 @@ def export(wrapper: Wrapper, batch: Batch) -> ExportedProgram:
 def explained(error: Exception, model: nn.Module) -> CaptureError:
     """Return an error of torch.export as ours, with module path and the user's line."""
     where = user_place(model, error.__traceback__)
+    text = str(error).strip() or type(error).__name__
+    first = text.splitlines()[0]
     if is_data_dependent(error):
         return CaptureError(
             "the model's Python control flow depends on the data of a tensor",
@@ -200,10 +191,20 @@ def explained(error: Exception, model: nn.Module) -> CaptureError:
         return CaptureError(
             "torch.func.jvp cannot be captured through an op of this function",
             where=where,
-            why=(str(error).strip() or type(error).__name__).splitlines()[0],
+            why=first,
             fix=JVP_FIX,
         )
-    return _untraceable(error, where)
+    for says, what, why, fix in _KNOWN:
+        if re.search(says, text):
+            return CaptureError(what, where=where, why=why or first, fix=fix)
+    return CaptureError(
+        f"the model cannot be captured: {type(error).__name__}",
+        where=where,
+        why=first,
+        fix="call the model once on one micro-batch without autopart; if that fails too, the model or the batch is the "
+        "cause; if it works, rewrite the line named above with tensor operations (a model that asks "
+        "torch.compiler.is_exporting() takes another branch here)",
+    )
 
 
 JVP_FIX = (
@@ -232,23 +233,6 @@ _KNOWN = (  # what torch's message says, as a regular expression; what, why, fix
         "(torch.func.jvp, through elementary ops such as tanh and linear)",
     ),
 )
-
-
-def _untraceable(error: Exception, where: str) -> CaptureError:
-    """Return an error of torch.export, or of the model while it was traced, as ours.  O(length of its text)."""
-    text = str(error).strip() or type(error).__name__
-    first = text.splitlines()[0]
-    for says, what, why, fix in _KNOWN:
-        if re.search(says, text):
-            return CaptureError(what, where=where, why=why or first, fix=fix)
-    return CaptureError(
-        f"the model cannot be captured: {type(error).__name__}",
-        where=where,
-        why=first,
-        fix="call the model once on one micro-batch without autopart; if that fails too, the model or the batch is the "
-        "cause; if it works, rewrite the line named above with tensor operations (a model that asks "
-        "torch.compiler.is_exporting() takes another branch here)",
-    )
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ dozen of them.  Where no op writes to memory, equal calls (`call_key`) become th
 small program that holds each distinct call once, on operands of its own, and its answers replace the calls of the large
 one.  That halves the time to capture a model of 12 layers.
 
-An op in an autocast region of its own (`autocast_regions`) counts as one call, whose casts become ops.  Any other
+An op in an autocast region of its own (`autocast`) counts as one call, whose casts become ops.  Any other
 program (an op that changes a tensor, another higher-order op, sizes that depend on data, a complex or quantized
 operand) is left to `run_decompositions`.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,13 +35,56 @@ from torch.export.graph_signature import (
 from torch.utils import _pytree as pytree
 
 from autopart.capture.python.reads.questions import Operand, made_of
-from autopart.capture.source_location import user_line_of_text
-from autopart.capture.trace.equal_calls import call_key, frozen, tensor_kind
+from autopart.capture.source_location import line_of
 from autopart.ir.errors import RefusedError
 from autopart.passes.ops.row import ASSERTION
 from autopart.passes.ops.table import row_of
 
 _aten = torch.ops.aten
+
+
+def call_key(
+    target: Any, args: Any, kwargs: Any, kind_of: Callable[[fx.Node], Hashable]
+) -> tuple[Hashable, tuple[fx.Node, ...]]:
+    """Return a key that is equal for calls with equal effects, and the operands of this call.
+
+    The key holds the op, its arguments, and shapes, strides and types of its operands.  Raises NotImplementedError for
+    sizes that depend on data, and for complex or quantized operands.
+    """
+    operands: dict[fx.Node, int] = {}
+    number: Any = lambda operand: Operand(operands.setdefault(operand, len(operands)))  # noqa: E731
+    shape = fx.map_arg((args, kwargs), number)
+    return (target, frozen(shape), tuple(map(kind_of, operands))), tuple(operands)
+
+
+def tensor_kind(value: Any) -> Hashable:
+    """Return the part of a key for one operand.  Raises NotImplementedError."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_quantized:
+        raise NotImplementedError
+    sizes = (*value.shape, *value.stride(), value.storage_offset())
+    if value.is_complex() or value.is_conj() or value.is_neg() or not all(type(size) is int for size in sizes):
+        raise NotImplementedError
+    return (sizes, value.dim(), value.dtype, value.device)
+
+
+def frozen(value: Any) -> Hashable:
+    """Return an argument as a key, equal for arguments that no op can tell apart."""
+    if isinstance(value, (tuple, list)):
+        return (type(value).__name__, *map(frozen, value))
+    if isinstance(value, dict):
+        return tuple((name, frozen(item)) for name, item in value.items())
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        raise NotImplementedError
+    return (type(value), repr(value))
+
+
+def picks_of(call: fx.Node, values: Sequence[Any]) -> list[fx.Node]:
+    """Add a node for each of the results of a call to its graph; return them.  values: fake tensors of the results."""
+    picks = []
+    for place, value in enumerate(values):
+        picks.append(call.graph.call_function(operator.getitem, (call, place)))
+        picks[-1].meta = dict(call.meta, val=value)
+    return picks
 
 
 @dataclass(frozen=True)
@@ -100,7 +143,11 @@ def _calls(module: fx.GraphModule) -> tuple[list[_Call], Any]:
     """
     calls: list[_Call] = []
     same: dict[fx.Node, fx.Node] = {}
-    kind_of = functools.cache(_kind)
+
+    @functools.cache
+    def kind_of(node: fx.Node) -> Hashable:
+        value: Any = node.meta.get("val")
+        return (tensor_kind(value), node.op == "placeholder" and value.requires_grad)
 
     def resolved(value: Any) -> Any:
         return fx.map_arg(value, lambda node: same.get(node, node))
@@ -112,8 +159,8 @@ def _calls(module: fx.GraphModule) -> tuple[list[_Call], Any]:
         if not _is_op(node) or row_of(str(target)).family == ASSERTION:
             continue
         args, kwargs = resolved(node.args), resolved(dict(node.kwargs))
-        if target is _aten.detach_.default and _is_fresh(node.args[0]):
-            same[node] = args[0]
+        if target is _aten.detach_.default and node.args[0].target is _aten.lift_fresh_copy.default:
+            same[node] = args[0]  # made from numbers in forward(): nothing else shares its memory
         elif target is wrap_with_autocast:
             body = getattr(module, str(args[4].target))
             args = (*args[:4], *args[5:])
@@ -147,23 +194,6 @@ def _is_op(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is not operator.getitem
 
 
-def _number(pick: fx.Node) -> int:
-    """Return which of several results a node picks."""
-    number = pick.args[1]
-    assert isinstance(number, int)
-    return number
-
-
-def _is_fresh(node: Any) -> bool:
-    """Return whether a tensor was made from numbers in forward(), so that nothing else shares its memory."""
-    return isinstance(node, fx.Node) and node.target is _aten.lift_fresh_copy.default
-
-
-def _kind(node: fx.Node) -> Hashable:
-    value = node.meta.get("val")
-    return (tensor_kind(value), node.op == "placeholder" and value is not None and value.requires_grad)
-
-
 # -- the whole program -------------------------------------------------------------------------------------------
 
 
@@ -185,7 +215,10 @@ def _spliced(
         made = [local[result] for result in answer.results]
         if call.body is not None:
             _check_precision(call.node, call.body, made)
-        env |= _named(call.node, made)
+        if isinstance(call.node.meta["val"], torch.Tensor):
+            env[call.node] = made[0]
+        else:
+            env |= {user: made[user.args[1]] for user in call.node.users if user.target is operator.getitem}  # type: ignore[index]
     graph.output(fx.map_arg(results, env.__getitem__))
     return graph
 
@@ -196,7 +229,7 @@ def _check_precision(region: fx.Node, body: fx.GraphModule, results: list[fx.Nod
         if seen.dtype != result.meta["val"].dtype:
             raise RefusedError(
                 f"{next(node.target for node in body.graph.nodes if _is_op(node))} cannot be captured under autocast",
-                where=user_line_of_text(region.meta.get("stack_trace")),
+                where=line_of(region),
                 why=f"its result is {seen.dtype} there, and {result.meta['val'].dtype} as an op of its own",
                 fix="run it in a torch.autocast(device_type, enabled=False) region of forward(), on inputs of the "
                 "precision it is to have",
@@ -212,19 +245,8 @@ def _copied(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node], meta: M
     copy.meta = dict(meta, val=node.meta["val"])
     if isinstance(node.meta["val"], torch.Tensor):
         return
-    read = {user.args[1]: user for user in node.users}
-    for place, part in enumerate(node.meta["val"]):
-        picked = graph.call_function(operator.getitem, (copy, place))
-        picked.meta = dict(meta, val=part)
-        if place in read:
-            env[read[place]] = picked
-
-
-def _named(node: fx.Node, results: list[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Map the nodes of the old program for an op's results to the new ones."""
-    if isinstance(node.meta["val"], torch.Tensor):
-        return {node: results[0]}
-    return {user: results[_number(user)] for user in node.users if user.target is operator.getitem}
+    picks = picks_of(copy, node.meta["val"])
+    env |= {user: picks[user.args[1]] for user in node.users}  # type: ignore[index]
 
 
 # -- what torch makes of each distinct call -------------------------------------------------------------------------
@@ -241,7 +263,16 @@ def _answers(calls: list[_Call]) -> dict[Hashable, _Answer]:
     results = {key: _put(graph, call, operands[key], bodies) for key, call in distinct.items()}
     graph.output(tuple(node for key in distinct for node in results[key]))
     made = _program(graph, bodies).run_decompositions({}).graph_module.graph
-    return _read(made, list(distinct), [len(operands[k]) for k in distinct], [len(results[k]) for k in distinct])
+    places, returned = iter(made.find_nodes(op="placeholder")), iter(made.output_node().args[0])
+    known: dict[Hashable, _Answer] = {}
+    for key in distinct:  # each call gets the ops between its operands and its results
+        own = tuple(itertools.islice(places, len(operands[key])))
+        out = tuple(itertools.islice(returned, len(results[key])))
+        found = made_of(out, own)
+        if any(node.op != "call_function" for node in found):
+            raise NotImplementedError
+        known[key] = _Answer(own, tuple(sorted(found)), out)
+    return known
 
 
 def _put(graph: fx.Graph, call: _Call, operands: list[fx.Node], bodies: dict[str, fx.GraphModule]) -> list[fx.Node]:
@@ -254,7 +285,12 @@ def _put(graph: fx.Graph, call: _Call, operands: list[fx.Node], bodies: dict[str
         args = (*args[:4], graph.get_attr(name), *args[4:])
     node = graph.create_node("call_function", call.node.target, args, kwargs)
     node.meta = dict(call.node.meta)
-    return _results(graph, node)
+    value = node.meta["val"]
+    if isinstance(value, torch.Tensor):
+        return [node]
+    if not isinstance(value, (tuple, list)) or not all(isinstance(part, torch.Tensor) for part in value):
+        raise NotImplementedError
+    return picks_of(node, value)
 
 
 def _operand(graph: fx.Graph, like: fx.Node) -> fx.Node:
@@ -267,24 +303,11 @@ def _operand(graph: fx.Graph, like: fx.Node) -> fx.Node:
     return node
 
 
-def _results(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
-    value = node.meta["val"]
-    if isinstance(value, torch.Tensor):
-        return [node]
-    if not isinstance(value, (tuple, list)) or not all(isinstance(part, torch.Tensor) for part in value):
-        raise NotImplementedError
-    parts = []
-    for place, part in enumerate(value):
-        parts.append(graph.call_function(operator.getitem, (node, place)))
-        parts[-1].meta = dict(node.meta, val=part)
-    return parts
-
-
 def _program(graph: fx.Graph, bodies: Mapping[str, fx.GraphModule]) -> ExportedProgram:
     from torch._export.verifier import TrainingIRVerifier
 
-    places = [node for node in graph.nodes if node.op == "placeholder"]
-    results = next(node for node in graph.nodes if node.op == "output").args[0]
+    places: Any = graph.find_nodes(op="placeholder")
+    results: Any = graph.output_node().args[0]
     given, made = ([TensorArgument(node.name) for node in nodes] for nodes in (places, results))
     in_spec = pytree.tree_structure(((0,) * len(given), {}))
     out_spec = pytree.tree_structure((0,) * len(made))
@@ -301,18 +324,3 @@ def _program(graph: fx.Graph, bodies: Mapping[str, fx.GraphModule]) -> ExportedP
         constants={},
         verifiers=[TrainingIRVerifier],
     )
-
-
-def _read(graph: fx.Graph, keys: list[Hashable], given: list[int], made: list[int]) -> dict[Hashable, _Answer]:
-    """Split the decomposed program up again: each call gets the ops between its operands and its results."""
-    places = iter([node for node in graph.nodes if node.op == "placeholder"])
-    results = iter(next(node for node in graph.nodes if node.op == "output").args[0])
-    order = {node: number for number, node in enumerate(graph.nodes)}
-    known: dict[Hashable, _Answer] = {}
-    for key, takes, makes in zip(keys, given, made, strict=True):
-        own, out = tuple(itertools.islice(places, takes)), tuple(itertools.islice(results, makes))
-        found = made_of(out, own)
-        if any(node.op != "call_function" for node in found):
-            raise NotImplementedError
-        known[key] = _Answer(own, tuple(sorted(found, key=order.__getitem__)), out)
-    return known

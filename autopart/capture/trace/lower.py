@@ -5,13 +5,16 @@
 3. Assertions about tensor metadata, aliases and copies are removed: in a functional graph a copy equals its original,
    and whether forward() makes one can depend on the number of rows (`.contiguous()` on a single row).  `view` becomes
    `reshape` to the whole shape, since the strides of the real kernel can differ from the traced ones.
-4. Attention without mask takes keys that are only repeated as they were (`grouped_queries`).
+4. Attention without mask takes keys and values as they were before they were only repeated for it.  Models repeat them
+   to the number of query heads where attention has a mask; once that is gone (`reads.masks`), the copies, and the sums
+   over them in the backward, are work for nothing.
 5. Random ops are called by key, so that their numbers do not depend on the stage that runs them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import Any
 
 import torch
@@ -19,12 +22,11 @@ from torch import fx
 from torch.export import ExportedProgram, exported_program
 from torch.export.graph_signature import ExportGraphSignature
 
-from autopart.capture.python.habits.habits import HABITS
-from autopart.capture.source_location import user_line_of_text
-from autopart.capture.trace.autocast_regions import replace_region, spread_autocast
+from autopart.capture.python.habits.all_sizes import rejoined
+from autopart.capture.source_location import line_of
+from autopart.capture.trace.autocast import replace_region, spread_autocast
 from autopart.capture.trace.export import JVP_FIX
 from autopart.capture.trace.functional import functional_graph
-from autopart.capture.trace.grouped_queries import group_queries
 from autopart.ir.errors import RefusedError
 from autopart.passes.ops.row import ASSERTION
 from autopart.passes.ops.table import row_of
@@ -35,6 +37,8 @@ _SAME = {"alias", "lift_fresh"}
 _VIEWS = {_aten.view.default, _aten._unsafe_view.default}
 _SCATTERS = {_aten.slice_scatter.default, _aten.select_scatter.default}
 _GRAD_REGION = "wrap_with_set_grad_enabled"
+_LARGEST_HEAD = 256
+"""Entries of a head up to which the kernels of attention take a key for a group of queries."""
 
 
 def _name(target: Any) -> str:
@@ -46,39 +50,27 @@ def lower(program: ExportedProgram) -> tuple[ExportedProgram, fx.GraphModule]:
     """Return the functional program (for its signature) and its flat graph, lowered.  O(nodes)."""
     _refuse_lost_derivatives(program.graph)
     _inline_grad_regions(program.graph_module, program.graph_signature)
-    program, graph = _functional(program)
-    _refuse_higher_order(graph)
-    module = fx.GraphModule(dict(_constants(program.graph_module)), graph)
-    graph = module.graph
-    for node in list(graph.nodes):
-        if node.op == "call_function":
-            _lower_node(graph, node)
-    group_queries(graph)
-    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
-    for habit in HABITS:
-        if habit.rewrite is not None:
-            graph = habit.rewrite(graph)
-    if graph is not module.graph:
-        module.graph = graph
-        graph = module.graph
-    _key_random_ops(graph)
-    graph.lint()
-    return program, module
-
-
-def _functional(program: ExportedProgram) -> tuple[ExportedProgram, fx.Graph]:
-    """Return a program with the signature of the functional form of `program`, and the functional graph."""
     with contextlib.suppress(NotImplementedError):  # then its ops have no line of the user's
         spread_autocast(program)
     graph = functional_graph(program)
     if graph is None:
         program = program.run_decompositions({})
         graph = program.graph_module.graph
-    return program, graph
-
-
-def _constants(module: fx.GraphModule) -> list[tuple[str, Any]]:
-    return [(name, value) for name, value in vars(module).items() if isinstance(value, torch.Tensor)]
+    _refuse_higher_order(graph)
+    for node in list(graph.nodes):
+        if node.op == "call_function":
+            _lower_node(graph, node)
+    _group_queries(graph)
+    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+    graph = rejoined(graph)
+    random = [node for node in graph.nodes if node.op == "call_function" and is_random(node)]
+    for number, node in enumerate(random):
+        node.args = (node.target, number, *node.args)
+        node.target = keyed
+    held = {name: value for name, value in vars(program.graph_module).items() if isinstance(value, torch.Tensor)}
+    module = fx.GraphModule(held, graph)
+    module.graph.lint()
+    return program, module
 
 
 def _inline_grad_regions(
@@ -96,7 +88,7 @@ def _inline_grad_regions(
         if inside and switch and not off:
             raise RefusedError(
                 "torch.enable_grad inside torch.no_grad is used in forward()",
-                where=user_line_of_text(node.meta.get("stack_trace")),
+                where=line_of(node),
                 why="which gradients it revives cannot be told from the captured graph",
                 fix="move that computation out of the no_grad block",
             )
@@ -124,8 +116,22 @@ def _inlined(module: fx.GraphModule, node: fx.Node, region: fx.GraphModule) -> A
 
 
 def _detach_results(region: fx.GraphModule) -> None:
+    """Let no gradient flow back into a region.
+
+    Raises RefusedError for an in-place op on an activation, which keeps the activation's gradient.
+    """
     output = region.graph.output_node()
-    _refuse_mutation(region)
+    buffers = {n for n in region.graph.nodes if n.op == "placeholder" and str(n.target).startswith(("b_", "c_"))}
+    allowed = buffers | {n for n in region.graph.nodes if n.op == "call_function"}
+    for node in region.graph.nodes:
+        mutable = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+        if mutable and node.args and node.args[0] not in allowed:
+            raise RefusedError(
+                f"{node.target} changes a tensor in place under torch.no_grad",
+                where=line_of(node),
+                why="its effect on gradients cannot be told from the captured graph",
+                fix="write to a copy, or register the tensor as a buffer",
+            )
 
     def detached(value: fx.Node) -> fx.Node:
         example = value.meta.get("val")
@@ -137,23 +143,6 @@ def _detach_results(region: fx.GraphModule) -> None:
         return node
 
     output.args = fx.map_arg(output.args, detached)
-    region.recompile()
-
-
-def _refuse_mutation(region: fx.GraphModule) -> None:
-    """Raise RefusedError for an in-place op on an activation inside no_grad, which keeps the activation's gradient."""
-    buffers = {n for n in region.graph.nodes if n.op == "placeholder" and str(n.target).startswith(("b_", "c_"))}
-    made_here = {n for n in region.graph.nodes if n.op == "call_function"}
-    for node in region.graph.nodes:
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-            continue
-        if node.target._schema.is_mutable and node.args and node.args[0] not in buffers | made_here:
-            raise RefusedError(
-                f"{node.target} changes a tensor in place under torch.no_grad",
-                where=user_line_of_text(node.meta.get("stack_trace")),
-                why="its effect on gradients cannot be told from the captured graph",
-                fix="write to a copy, or register the tensor as a buffer",
-            )
 
 
 def _refuse_lost_derivatives(graph: fx.Graph) -> None:
@@ -171,7 +160,7 @@ def _refuse_lost_derivatives(graph: fx.Graph) -> None:
             if node.target in whole or isinstance(node.target, torch._ops.HigherOrderOperator):
                 raise RefusedError(
                     f"torch.func.jvp cannot be captured through {_name(node.target)}",
-                    where=user_line_of_text(node.meta.get("stack_trace")),
+                    where=line_of(node),
                     why="torch keeps this op whole while it captures, and loses its forward-mode derivative",
                     fix=JVP_FIX,
                 )
@@ -182,7 +171,7 @@ def _refuse_higher_order(graph: fx.Graph) -> None:
         if node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator):
             raise RefusedError(
                 f"higher-order op {_name(node.target)} is used in forward()",
-                where=user_line_of_text(node.meta.get("stack_trace")),
+                where=line_of(node),
                 why="ops that own sub-graphs cannot be cut or differentiated exactly yet",
                 fix='write it with plain tensor operations (attention: attn_implementation="sdpa" or "eager")',
             )
@@ -234,7 +223,7 @@ def _lower_complex_scatter(graph: fx.Graph, node: fx.Node) -> None:
     if given.get("step", 1) != 1:
         raise RefusedError(
             f"{node.target} writes into every {given['step']}th element of a complex tensor",
-            where=user_line_of_text(node.meta.get("stack_trace")),
+            where=line_of(node),
             why="torch has no derivative of it",
             fix="join the parts with torch.cat or torch.stack instead of writing into a slice",
         )
@@ -272,6 +261,67 @@ def _is_plain_copy(node: fx.Node) -> bool:
     return plain and all(u.op == "call_function" and not _name(u.target).startswith("mkldnn") for u in node.users)
 
 
+def _group_queries(graph: fx.Graph) -> None:
+    """Let attention without mask take keys and values that are only repeated for it.  O(nodes)."""
+    for node in graph.find_nodes(op="call_function", target=_aten.scaled_dot_product_attention.default):
+        query, key, value = node.args[:3] if len(node.args) >= 3 else (None, None, None)
+        mask = node.kwargs.get("attn_mask", node.args[3] if len(node.args) > 3 else None)
+        if mask is not None or node.kwargs.get("enable_gqa") or not _takes_groups(query):
+            continue
+        (keys, key_cast), (values, value_cast) = _uncast(key), _uncast(value)
+        keys, values = _repeated(keys), _repeated(values)
+        if keys is not None and values is not None and keys.meta["val"].shape[1] == values.meta["val"].shape[1]:
+            with graph.inserting_before(node):
+                node.args = (query, _cast(keys, key_cast), _cast(values, value_cast), *node.args[3:])
+            node.kwargs = {**node.kwargs, "enable_gqa": True}
+
+
+def _uncast(node: Any) -> tuple[Any, fx.Node | None]:
+    """Return what a cast was made of, and the cast; the node itself and None if it is not a cast.
+
+    Under autocast the keys are cast after they were repeated; cast before, they are the same numbers.
+    """
+    if isinstance(node, fx.Node) and node.target is _aten._to_copy.default and set(node.kwargs) == {"dtype"}:
+        return node.args[0], node
+    return node, None
+
+
+def _cast(node: fx.Node, like: fx.Node | None) -> fx.Node:
+    """Return a node cast as another was; the node itself if that is None."""
+    if like is None:
+        return node
+    made = node.graph.call_function(like.target, (node,), dict(like.kwargs))  # type: ignore[arg-type]
+    made.meta.update(like.meta, val=node.meta["val"].to(like.meta["val"].dtype))
+    return made
+
+
+def _takes_groups(query: Any) -> bool:
+    """Return whether the fused kernel of the device takes groups: on CUDA the one for half precision does."""
+    if not isinstance(query, fx.Node) or query.meta["val"].dim() != 4 or query.meta["val"].shape[-1] > _LARGEST_HEAD:
+        return False
+    return query.meta["val"].device.type != "cuda" or query.meta["val"].dtype in (torch.float16, torch.bfloat16)
+
+
+def _repeated(node: Any) -> fx.Node | None:
+    """Return (rows, heads, tokens, entries) of which each head is repeated in place, next to itself, to make a node."""
+    if not isinstance(node, fx.Node) or node.meta["val"].dim() != 4:
+        return None
+    found: Any = None
+    if node.target is _aten.repeat_interleave.self_int and node.args[2:] == (1,):
+        found = node.args[0]
+    elif node.target is _aten.reshape.default:
+        wide = node.args[0]
+        if isinstance(wide, fx.Node) and wide.target is _aten.expand.default:
+            narrow = wide.args[0]
+            if isinstance(narrow, fx.Node) and narrow.target is _aten.unsqueeze.default and narrow.args[1] in (2, -3):
+                found = narrow.args[0]
+    if not isinstance(found, fx.Node) or found.meta["val"].dim() != 4:
+        return None
+    (rows, heads, *rest), repeated = found.meta["val"].shape, tuple(node.meta["val"].shape)
+    whole = repeated[0] == rows and repeated[1] % heads == 0 and repeated[2:] == tuple(rest)
+    return found if whole and math.prod(repeated) > found.meta["val"].numel() else None
+
+
 def is_random(node: fx.Node) -> bool:
     """Return whether an op draws random numbers with its arguments."""
     target = node.target
@@ -290,12 +340,3 @@ def _bound(node: fx.Node) -> dict[str, Any]:
     bound = {a.name: a.default_value for a in arguments if a.has_default_value()}
     bound.update({a.name: value for a, value in zip(arguments, node.args, strict=False)})
     return bound | dict(node.kwargs)
-
-
-def _key_random_ops(graph: fx.Graph) -> None:
-    number = 0
-    for node in graph.nodes:
-        if node.op == "call_function" and is_random(node):
-            node.args = (node.target, number, *node.args)
-            node.target = keyed
-            number += 1

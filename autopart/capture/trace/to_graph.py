@@ -6,21 +6,26 @@ place in the batch; every other value has the name of its fx node.
 
 from __future__ import annotations
 
+import contextlib
 import operator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
+from torch._guards import detect_fake_mode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
+from torch.utils import _pytree as pytree
 
 from autopart.batch.batch import Batch
 from autopart.capture.python.guards import tied_names
-from autopart.capture.python.reads.data_dependent_errors import SIZE_FIX
-from autopart.capture.python.reads.sizes import BY_ROWS, is_by_rows
-from autopart.capture.source_location import user_line_of_text
-from autopart.capture.trace.gradients import gradient_nodes
+from autopart.capture.python.reads.questions import made_of
+from autopart.capture.python.reads.sizes import BY_ROWS, SIZE_FIX, is_by_rows
+from autopart.capture.source_location import line_of
+from autopart.capture.trace.export import JVP_FIX
+from autopart.capture.trace.functional import call_key, tensor_kind
 from autopart.ir.errors import CaptureError, RefusedError
 from autopart.ir.graph import Graph, Literal, Op, Param, Size, Value, check
 from autopart.passes.ops.casts import with_copies
@@ -70,7 +75,7 @@ def read_names(program: ExportedProgram, module: fx.GraphModule, wrapper: torch.
         if spec.kind is InputKind.CUSTOM_OBJ:
             raise RefusedError(
                 f"forward() uses a {type(program.constants.get(str(spec.target))).__name__} of its own",
-                where=_first_use(module, node),
+                where=next((line_of(n) for n in module.graph.nodes if node in {i.name for i in n.all_input_nodes}), ""),
                 why="a torch object other than a tensor has a state that stages cannot share",
                 fix="leave generator= out: random numbers are drawn by key, and seed= of compile chooses them; use "
                 "other objects outside of forward()",
@@ -88,17 +93,11 @@ def read_names(program: ExportedProgram, module: fx.GraphModule, wrapper: torch.
     return Names(params, inputs, tensors, kinds, _updates(program, module, inputs, tied))
 
 
-def _first_use(module: fx.GraphModule, name: str) -> str:
-    """Return the user's line where an input of the program is used first."""
-    found = next((n for n in module.graph.nodes if name in {used.name for used in n.all_input_nodes}), None)
-    return user_line_of_text(found.meta.get("stack_trace")) if found is not None else ""
-
-
 def _updates(
     program: ExportedProgram, module: fx.GraphModule, inputs: dict[str, str], tied: dict[str, str]
 ) -> dict[str, str]:
     updates: dict[str, str] = {}
-    results = next(node for node in module.graph.nodes if node.op == "output").args[0]
+    results: Any = module.graph.output_node().args[0]
     for spec, node in zip(program.graph_signature.output_specs, results, strict=True):
         if spec.kind is OutputKind.USER_INPUT_MUTATION:
             raise RefusedError(
@@ -121,17 +120,21 @@ def read_graph(module: fx.GraphModule, names: Names, outputs: list[fx.Node], siz
 
     outputs: the nodes of the user outputs, the loss first.  backward: mark the values that a gradient flows through.
     """
-    grads = _gradients(module, names, outputs) if backward else set()
+    grads = _gradient_nodes(module, names, outputs[0]) if backward else set()
     calls = [n for n in module.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
     input_nodes = [n for n in module.graph.nodes if n.op == "placeholder" and n.name in names.inputs]
     results = [node for call in calls for node in results_of(call)]
     values = tuple(_value(n, names, n.name in grads) for n in input_nodes + results)
     ops = tuple(_op(call, names) for call in calls)
+    params = tuple(
+        Param(name, tuple(p.shape), dtype_name(p.dtype), p.nbytes, p.requires_grad, names.kinds[name])
+        for name, p in names.tensors.items()
+    )
     return check(
         Graph(
             size=size,
             values=values,
-            params=with_copies(_params(names), ops, values),
+            params=with_copies(params, ops, values),
             ops=ops,
             inputs=tuple(names.value(n) for n in input_nodes),
             outputs=tuple(names.value(n) for n in outputs),
@@ -147,23 +150,76 @@ def results_of(call: fx.Node) -> list[fx.Node]:
     return [call]
 
 
-def _gradients(module: fx.GraphModule, names: Names, outputs: list[fx.Node]) -> set[str]:
+def _gradient_nodes(module: fx.GraphModule, names: Names, loss: fx.Node) -> set[str]:
+    """Return the names of the nodes that need a gradient and reach the loss.  O(nodes).
+
+    They are found by running the graph on fake tensors with autograd enabled, equal calls once; export's metadata does
+    not tell, since it traces without gradients.  Raises RefusedError for an op without a derivative.
+    """
     trainable = {node for node, name in names.params.items() if names.tensors[name].requires_grad}
-    return gradient_nodes(module, trainable, outputs[0])
+    nodes = list(module.graph.nodes)
+    mode = detect_fake_mode([n.meta.get("val") for n in nodes])
+    needs: set[str] = set()
+    env: dict[fx.Node, Any] = {}
+    known: dict[Hashable, Any] = {}
+    with mode or contextlib.nullcontext(), torch.enable_grad():
+        for node in nodes:
+            if node.op == "placeholder":
+                like = node.meta["val"]
+                fresh = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+                env[node] = fresh.requires_grad_(node.name in trainable)
+            elif node.op == "call_function":
+                target, args = _called(node)
+                key: Hashable = node
+                with contextlib.suppress(NotImplementedError):
+                    key, _ = call_key(target, args, node.kwargs, lambda n: (tensor_kind(env[n]), env[n].requires_grad))
+                if key not in known:
+                    known[key] = target(*fx.map_arg(args, env.__getitem__), **fx.map_arg(node.kwargs, env.__getitem__))
+                    _refuse_underived(target, node, known[key])
+                env[node] = known[key]
+            if any(t.requires_grad for t in _tensors(env.get(node))):
+                needs.add(node.name)
+    return {node.name for node in made_of([loss], {node for node in nodes if node.name not in needs})}
 
 
-def _params(names: Names) -> tuple[Param, ...]:
-    seen = dict.fromkeys(names.params.values())
-    return tuple(
-        Param(
-            name,
-            tuple(names.tensors[name].shape),
-            dtype_name(names.tensors[name].dtype),
-            names.tensors[name].nbytes,
-            names.tensors[name].requires_grad,
-            names.kinds[name],
-        )
-        for name in seen
+def _called(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+    """Return the op that a node calls and its arguments, without the key of random numbers."""
+    return (node.args[0], node.args[2:]) if node.target is keyed else (node.target, node.args)
+
+
+def _refuse_underived(target: Any, node: fx.Node, result: Any) -> None:
+    """Raise RefusedError for a result of an op that has no derivative where one is needed."""
+    for tensor in _tensors(result):
+        if tensor.grad_fn is not None and tensor.grad_fn.name().endswith("NotImplemented"):
+            derived = "_backward" in str(target)
+            raise RefusedError(
+                f"{target} has no derivative",
+                where=line_of(node),
+                why="it is the derivative of an op, which forward() takes, and torch has no derivative of it"
+                if derived
+                else "it stands where the model changes a tensor in place, and a gradient has to flow through it",
+                fix=JVP_FIX if derived else "write that line without changing a tensor in place",
+            )
+
+
+def _tensors(result: Any) -> Iterator[torch.Tensor]:
+    return (t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor))
+
+
+def require_something_to_train(graph: Graph) -> None:
+    """Raise RefusedError if no gradient flows from the loss to any parameter, unless the model has no parameters."""
+    parameters = [param for param in graph.params if param.kind == "param"]
+    if graph.value_map()[graph.outputs[0]].grad or not parameters:
+        return
+    frozen = not any(param.trainable for param in parameters)
+    raise RefusedError(
+        "there is nothing to train: no gradient flows from the loss to any parameter",
+        why="every parameter that it depends on has requires_grad=False"
+        if frozen
+        else "it is computed under torch.no_grad(), or from what is detached",
+        fix="set requires_grad_(True) on the parameters to train"
+        if frozen
+        else "compute the loss with gradients enabled in forward()",
     )
 
 
@@ -174,7 +230,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def _value(node: fx.Node, names: Names, grad: bool) -> Value:
     example = node.meta.get("val")
-    where = user_line_of_text(node.meta.get("stack_trace"))
+    where = line_of(node)
     if not isinstance(example, torch.Tensor):
         raise NumberOfData(
             f"{node.target} makes a {type(example).__name__}, not a tensor",
@@ -193,28 +249,22 @@ def _value(node: fx.Node, names: Names, grad: bool) -> Value:
 
 
 def _op(call: fx.Node, names: Names) -> Op:
-    target: Any = call.target
-    args = call.args
-    random = target is keyed
-    if random:
-        target, args = args[0], args[2:]
-    reads: dict[str, None] = {}
-    params: dict[str, None] = {}
-    for node in call.all_input_nodes:
-        if node.name in names.params:
-            params[names.params[node.name]] = None
-        else:
-            reads[names.value(node)] = None
+    target, args = _called(call)
+    read = call.all_input_nodes
+    labels = [a.name for a in target._schema.arguments] if isinstance(target, torch._ops.OpOverload) else []
+    labels += [f"arg{i}" for i in range(len(labels), len(args))]
+    pairs = [*zip(labels, args, strict=False), *call.kwargs.items()]
+    attrs = [(name, _literal(value, names)) for name, value in pairs]
     return Op(
         name=call.name,
         target=str(target),
-        reads=tuple(reads),
+        reads=tuple(dict.fromkeys(names.value(node) for node in read if node.name not in names.params)),
         writes=tuple(names.value(n) for n in results_of(call)),
-        params=tuple(params),
-        attrs=_attrs(target, args, dict(call.kwargs), names) + (((BY_ROWS, True),) if is_by_rows(call) else ()),
+        params=tuple(dict.fromkeys(names.params[node.name] for node in read if node.name in names.params)),
+        attrs=(*attrs, (BY_ROWS, True)) if is_by_rows(call) else tuple(attrs),
         module=module_path(call),
-        where=user_line_of_text(call.meta.get("stack_trace")),
-        random=random,
+        where=line_of(call),
+        random=call.target is keyed,
         parts=(call.name,),
     )
 
@@ -224,13 +274,6 @@ def module_path(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or {}
     paths = [path for path, _ in stack.values()]
     return strip(paths[-1]) if paths and paths[-1] not in ("", "model") else ""
-
-
-def _attrs(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], names: Names) -> tuple[tuple[str, Literal], ...]:
-    labels = [a.name for a in target._schema.arguments] if isinstance(target, torch._ops.OpOverload) else []
-    labels += [f"arg{i}" for i in range(len(labels), len(args))]
-    pairs = [*zip(labels, args, strict=False), *kwargs.items()]
-    return tuple((name, _literal(value, names)) for name, value in pairs)
 
 
 def _literal(value: Any, names: Names) -> Literal:

@@ -26,7 +26,7 @@ from autopart.ir.graph import Op
 from autopart.runtime.activity import patient
 from autopart.runtime.stages.compiled_segment import Code, CompiledSegment, Form, form_of
 from autopart.runtime.stages.stage_module import StageModule
-from autopart.stagecode.graph_text import text_of
+from autopart.stagecode.stage_graph import text_of
 
 
 class CompileWarning(UserWarning):

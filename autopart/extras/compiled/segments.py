@@ -19,7 +19,7 @@ from autopart.capture.trace.lower import is_random
 from autopart.ir.errors import RefusedError
 from autopart.passes.ops.row import VIEW
 from autopart.passes.ops.table import row_of
-from autopart.runtime.stages.recompute import RecomputedGroup
+from autopart.runtime.stages.stage_module import RecomputedGroup
 
 LEAST_KERNELS = 2
 """Of a segment; a call of compiled code costs more than it saves for fewer."""

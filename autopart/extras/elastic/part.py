@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from autopart.extras.elastic.speeds import Speeds, slowed
 from autopart.ir.cluster import Cluster
@@ -17,15 +17,6 @@ class Devices(Part):
         super().__init__(core)
         self.speeds = Speeds(core.cluster)
         self._slowness: Sequence[float] = ()
-
-    def stragglers(self) -> Mapping[int, float]:
-        """Ranks whose computes take at least twice as long as planned, compared with the other ranks, or 1.5 times as
-        long as in their first steps under the plan, and how many times as long.
-
-        A rank is named by the median of its last eight steps, its slowness is that of the newest five.  Ranks that have
-        become so much faster since the last `replan`, which judges them all, are named too.  Alike on all ranks, and a
-        warning names them.  Measured in `step` on CPUs."""
-        return self.speeds.stragglers()
 
     @property
     def listeners(self) -> Sequence[Listener]:

@@ -21,8 +21,9 @@ from autopart.ir.graph import Size
 from autopart.ir.plan import Decision, Plan
 from autopart.options import Options
 from autopart.passes.program.projection import check_gradients_stay
+from autopart.passes.simulation.estimate import estimate
 from autopart.planning.make import make_plan
-from autopart.planning.simulated import simulated_step_ns
+from autopart.planning.simulated import estimated_plan
 from autopart.session.executors.kinds import projected
 from autopart.session.placement import placement_of
 from autopart.session.ranks.agreement import from_rank, together
@@ -204,7 +205,8 @@ def _running(session: Session, cluster: Cluster, options: Options) -> tuple[floa
         check_gradients_stay(captured.graph, decision.stages, session.graph, running.decision)
     except PlanError:
         return None, None
-    now_ns = simulated_step_ns(replace(running, decision=decision), captured, captures, batch, cluster, options)
+    estimated = estimated_plan(replace(running, decision=decision), captured, captures, batch, cluster, options)
+    now_ns = estimate(decision, *estimated).step_ns
     return now_ns * 1e-9 + activations_of(session).beside_s, decision
 
 

@@ -57,7 +57,7 @@ def measured(
     )
     every: list[_Own] = world.gather_objects(own)
     seconds = max(each.seconds for each in every)
-    rows = sum(session.road.shares[0])
+    rows = sum(session.road.rows)
     work = _work_of(session, meter)
     flops = rows * work.flops
     timed = bool(meter.spans) or any(each.end_ns for each in every)

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from autopart.batch.batch import Batch
 from autopart.capture.capture import Captured
-from autopart.capture.trace.equal_calls import call_key, tensor_kind
+from autopart.capture.trace.functional import call_key, tensor_kind
 from autopart.ir.graph import Graph, Size
 from autopart.rng import keyed
 

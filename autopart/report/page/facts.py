@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from autopart.ir.errors import printable
 from autopart.ir.graph import module_range
-from autopart.ir.plan import Plan
+from autopart.ir.plan import Alternative, Plan
 from autopart.ir.timeline import Timeline, stage_sums
 from autopart.report.plan_table import COST_DESCRIPTIONS, rank_spans
 
@@ -72,24 +72,29 @@ def change(now: float, before: float) -> Cell:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table.  name: of the table in the page.  heads: its columns.  rows: cells.  more: of each row, lists by name
-    that can be unfolded."""
+    """A table.  name: of the table in the page.  rows: cells by column, alike in all rows.  more: of each row, lists by
+    name that can be unfolded."""
 
     name: str
-    heads: Sequence[str]
-    rows: Sequence[Sequence[Cell]]
+    rows: Sequence[Mapping[str, Cell]]
     more: Sequence[Mapping[str, Sequence[str]]] = ()
 
     @property
-    def numeric(self) -> list[bool]:
+    def columns(self) -> dict[str, bool]:
         """Whether each column has numbers."""
-        return [any(cell.exact is not None for cell in column) for column in zip(*self.rows, strict=True)]
+        return {head: any(row[head].exact is not None for row in self.rows) for head in self.rows[0]}
 
 
 def tiles(plan: Plan, measured: Timeline | None) -> list[tuple[str, Cell, str]]:
     """Return the most important numbers, each as (what it is, number, remark)."""
     decision, outlook = plan.decision, plan.outlook
-    found = [("simulated step", duration(plan.step_ns), _bound(plan))] if plan.step_ns else []
+    found = []
+    if plan.step_ns:
+        bound = outlook.optimality
+        remark = "one optimizer step" if bound is None else "proved best"
+        if bound is not None and not bound.proved:
+            remark = f"no plan takes less than {duration_text(bound.lower_bound)}"
+        found.append(("simulated step", duration(plan.step_ns), remark))
     if measured is not None:
         ns, said = measured.step_ns, plan.step_without_optimizer_ns
         remark = f"{change(ns, said).text} against the simulation" if said else "one step"
@@ -99,7 +104,9 @@ def tiles(plan: Plan, measured: Timeline | None) -> list[tuple[str, Cell, str]]:
         found.append(("bubble", part(outlook.bubble)._replace(share=None), idle))
     used = len({rank for stage in plan.stages for rank in stage.ranks})
     found.append(("stages", count(len(plan.stages)), f"on {used:,} of {decision.world:,} ranks"))
-    found.append(("micro-batches", count(len(plan.micro_rows)), f"of {_rows(plan)}, schedule {plan.schedule}"))
+    least, most = min(plan.micro_rows), max(plan.micro_rows)
+    rows = f"{least} or {most} rows" if least < most else f"{most} row{'s' * (most > 1)}"
+    found.append(("micro-batches", count(len(plan.micro_rows)), f"of {rows}, schedule {plan.schedule}"))
     if plan.estimates:
         s = max(range(len(plan.stages)), key=lambda s: plan.estimates[s].peak_bytes)
         limit = outlook.limits[s] if outlook.limits else 0
@@ -108,62 +115,46 @@ def tiles(plan: Plan, measured: Timeline | None) -> list[tuple[str, Cell, str]]:
     return [(printable(name), cell, printable(remark)) for name, cell, remark in found]
 
 
-def _bound(plan: Plan) -> str:
-    bound = plan.outlook.optimality
-    if bound is None:
-        return "one optimizer step"
-    return "proved best" if bound.proved else f"no plan takes less than {duration_text(bound.lower_bound)}"
-
-
-def _rows(plan: Plan) -> str:
-    least, most = min(plan.micro_rows), max(plan.micro_rows)
-    return f"{least} or {most} rows" if least < most else f"{most} row{'s' * (most > 1)}"
-
-
 def stages(plan: Plan, modules: Sequence[Sequence[str]], measured: Timeline | None) -> Table:
     """Return the table of stages: what runs where, and what that takes.  modules: of each stage."""
     known, times = plan.estimates, stage_times(measured) if measured is not None else {}
-    heads = ["stage", "ranks", "modules", "ops"]
-    heads += ["forward", "backward", "sums, optimizer"] if known else []
-    heads += ["measured forward", "measured backward"] if times else []
-    heads += ["in", "out"] if known and len(known) > 1 else []
     rows, more = [], []
     for s, stage in enumerate(plan.stages):
-        row = [count(s), words(rank_spans(stage.ranks)), words(module_range(modules[s])), count(len(stage.ops))]
+        row = {"stage": count(s), "ranks": words(rank_spans(stage.ranks)), "modules": words(module_range(modules[s]))}
+        row["ops"] = count(len(stage.ops))
         if known:
-            e = known[s]
-            row += [duration(e.fwd_ns), duration(e.bwd_ns), duration(e.reduce_ns + e.optimizer_ns)]
+            row |= {"forward": duration(known[s].fwd_ns), "backward": duration(known[s].bwd_ns)}
+            row["sums, optimizer"] = duration(known[s].reduce_ns + known[s].optimizer_ns)
         if times:
-            row += [duration(ns) for ns in times.get(s, (0, 0))]
+            forward, backward = times.get(s, (0, 0))
+            row |= {"measured forward": duration(forward), "measured backward": duration(backward)}
         if known and len(known) > 1:
-            row += [memory(known[s].in_bytes), memory(known[s].out_bytes)]
+            row |= {"in": memory(known[s].in_bytes), "out": memory(known[s].out_bytes)}
         rows.append(row)
         recomputed = [", ".join(group) for group in stage.recompute]
         lists = {"modules": modules[s], "ops": stage.ops, "recomputed groups of ops": recomputed}
         more.append({name: [printable(text) for text in found] for name, found in lists.items() if found})
-    return Table("stages", heads, rows, more)
+    return Table("stages", rows, more)
 
 
 def memories(plan: Plan, peaks: Mapping[int, int]) -> Table | None:
     """Return what a device of each stage holds.  peaks: measured bytes by rank; may be empty."""
     if not plan.estimates:
         return None
-    limits = plan.outlook.limits
-    heads = ["stage", "weights", "gradients, optimizer", "activations", "in flight"]
-    splits = any(e.weight_bytes for e in plan.estimates)
-    heads += ["kept from I to W"] if splits else []
-    heads += ["workspace, messages", "peak"]
-    heads += ["of the device"] if limits else []
-    heads += ["measured peak"] if peaks else []
+    limits, splits = plan.outlook.limits, any(e.weight_bytes for e in plan.estimates)
     rows = []
     for s, e in enumerate(plan.estimates):
-        row = [count(s), memory(e.param_bytes), memory(e.state_bytes), memory(e.activation_bytes), count(e.live)]
-        row += [memory(e.weight_bytes)] if splits else []
-        row += [memory(e.workspace_bytes + e.buffer_bytes), memory(e.peak_bytes)]
-        row += [part(e.peak_bytes / limits[s])] if limits and limits[s] else [words("")] * bool(limits)
-        row += [memory(max([peaks.get(rank, 0) for rank in plan.stages[s].ranks]))] if peaks else []
+        row = {"stage": count(s), "weights": memory(e.param_bytes), "gradients, optimizer": memory(e.state_bytes)}
+        row |= {"activations": memory(e.activation_bytes), "in flight": count(e.live)}
+        if splits:
+            row["kept from I to W"] = memory(e.weight_bytes)
+        row |= {"workspace, messages": memory(e.workspace_bytes + e.buffer_bytes), "peak": memory(e.peak_bytes)}
+        if limits:
+            row["of the device"] = part(e.peak_bytes / limits[s]) if limits[s] else words("")
+        if peaks:
+            row["measured peak"] = memory(max([peaks.get(rank, 0) for rank in plan.stages[s].ranks]))
         rows.append(row)
-    return Table("memory", heads, rows)
+    return Table("memory", rows)
 
 
 def alternatives(plan: Plan) -> Table | None:
@@ -171,12 +162,14 @@ def alternatives(plan: Plan) -> Table | None:
     if not plan.outlook.alternatives:
         return None
     slowest = max([plan.step_ns, *(other.step_ns for other in plan.outlook.alternatives)]) or 1
-    rows = [[words("this plan"), duration(plan.step_ns)._replace(share=plan.step_ns / slowest), words(""), words("")]]
-    for other in plan.outlook.alternatives:
-        ns = other.step_ns
-        step = duration(ns)._replace(share=ns / slowest) if ns else words("-")
-        rows.append([words(other.name), step, change(ns, plan.step_ns) if ns else words(""), words(other.why)])
-    return Table("alternatives", ["plan", "simulated step", "against this plan", "why it was not taken"], rows)
+    rows: list[dict[str, Cell]] = []
+    for other in (Alternative("this plan", plan.step_ns, ""), *plan.outlook.alternatives):
+        ns, this = other.step_ns, not rows
+        step = duration(ns)._replace(share=ns / slowest) if ns or this else words("-")
+        against = change(ns, plan.step_ns) if ns and not this else words("")
+        row = {"plan": words(other.name), "simulated step": step, "against this plan": against}
+        rows.append(row | {"why it was not taken": words(other.why)})
+    return Table("alternatives", rows)
 
 
 def compared(plan: Plan, measured: Timeline | None) -> Table | None:
@@ -190,7 +183,8 @@ def compared(plan: Plan, measured: Timeline | None) -> Table | None:
             pairs.append((f"backward of stage {s}", plan.estimates[s].bwd_ns, backward))
     rows = [[words(what), duration(said), duration(took), change(took, said)] for what, said, took in pairs]
     rows.append([words("bubble"), part(plan.outlook.bubble), part(measured.bubble), words("")])
-    return Table("compared", ["", "predicted", "measured", "difference"], rows)
+    heads = ("", "predicted", "measured", "difference")
+    return Table("compared", [dict(zip(heads, row, strict=True)) for row in rows])
 
 
 def provenance(plan: Plan) -> list[tuple[str, str]]:

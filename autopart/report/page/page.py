@@ -74,6 +74,12 @@ def plan_page(
         panels[MEASURED] = _of_plan(measured, plan)
     drawn: Json | None = picture(panels, plan) if panels else None
     small = panels and sum(len(each.spans) for each in panels.values()) <= MOST_DRAWN
+    sections = [
+        ("Stages", "times of one micro-batch on one device", facts.stages(plan, modules_of(plan, graph), measured)),
+        ("Predicted and measured", "means over micro-batches and replicas", facts.compared(plan, measured)),
+        ("Memory of a device", "simulated, at its fullest moment", facts.memories(plan, peaks or {})),
+        ("Alternatives", "plans that were not taken", facts.alternatives(plan)),
+    ]
     script = _asset("picture.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     shown = " and the ".join(f"{name} step of {duration_text(each.step_ns)}" for name, each in panels.items())
@@ -86,7 +92,7 @@ def plan_page(
         picture_label=f"Timeline of the {shown}: a row for each rank, with its computes, messages and bubbles",
         fallback=Markup(timeline_svg(panels)) if small else "",
         no_picture=NO_SPANS if plan.step_ns else "Nothing of this plan was simulated.",
-        sections=list(_sections(plan, graph, measured, peaks or {})),
+        sections=[section for section in sections if section[2] is not None],
         about=facts.provenance(plan),
         notes=[printable(note) for note in plan.notes],
         data=Markup(json.dumps({"picture": drawn}, separators=(",", ":"), allow_nan=False).translate(_UNSAFE)),
@@ -111,19 +117,6 @@ def _of_plan(measured: Timeline, plan: Plan) -> Timeline:
     return measured
 
 
-def _sections(
-    plan: Plan, graph: Graph | None, measured: Timeline | None, peaks: Mapping[int, int]
-) -> list[tuple[str, str, facts.Table]]:
-    """Return heading, remark and table of each section."""
-    found = [
-        ("Stages", "times of one micro-batch on one device", facts.stages(plan, modules_of(plan, graph), measured)),
-        ("Predicted and measured", "means over micro-batches and replicas", facts.compared(plan, measured)),
-        ("Memory of a device", "simulated, at its fullest moment", facts.memories(plan, peaks)),
-        ("Alternatives", "plans that were not taken", facts.alternatives(plan)),
-    ]
-    return [(heading, remark, table) for heading, remark, table in found if table is not None]
-
-
 def plan_fragment(plan: Plan, *remarks: str) -> str:
     """Return HTML without scripts for the output of a notebook.  remarks: lines below."""
     lines = [summary(plan.decision)]
@@ -137,7 +130,6 @@ def plan_fragment(plan: Plan, *remarks: str) -> str:
     small = 0 < len(step.spans) <= NOTEBOOK_SPANS
     return _template("notebook.html.j2").render(
         lines=map(printable, lines),
-        heads=table.heads,
         rows=table.rows[:NOTEBOOK_STAGES],
         remarks=map(printable, remarks),
         drawing=Markup(timeline_svg({"simulated": step}, width=900)) if small else "",

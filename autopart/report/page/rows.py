@@ -7,6 +7,7 @@ with very many actions the slowest replica of each stage is shown.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 
 from autopart.ir.actions import ACTIONS, HOLDING, RECEIVE
 from autopart.ir.errors import printable
@@ -62,7 +63,8 @@ def _row(rank: int, spans: list[Span], plan: Plan, place: Mapping[int, int], sho
     """Return the row of a rank.  shown: the ranks that have rows.  many: what stands before their number."""
     decision = plan.decision
     stages = decision.stages_of_rank(rank)
-    alike = equal_ranks(plan, rank, shown)
+    replicas = decision.stages[stages[0]].ranks if stages else ()
+    alike = 1 + sum(other not in shown for other in replicas)  # the row stands for replicas without one
     row: Json = {
         "label": f"rank {rank}" if alike == 1 else f"rank {rank} ({many}{alike})",
         "ranks": alike,
@@ -74,8 +76,10 @@ def _row(rank: int, spans: list[Span], plan: Plan, place: Mapping[int, int], sho
     }
     if len(stages) > 1:
         row["stage"] = [span.action.stage for span in spans]
-    if peers := {i: span.action.peer for i, span in enumerate(spans) if _far(span)}:
-        row["peers"] = peers
+    peers = {i: span.action.peer for i, span in enumerate(spans) if span.action.peer is not None}
+    usual = [span.action.stage + (1 if span.action.kind == "SF" else -1) for span in spans]
+    if far := {i: peer for i, peer in peers.items() if peer != usual[i]}:
+        row["peers"] = far
     if plan.estimates:
         curve = memory_curve(spans, decision, plan.estimates)
         levels = sorted({size for _, size in curve})
@@ -89,27 +93,8 @@ def _row(rank: int, spans: list[Span], plan: Plan, place: Mapping[int, int], sho
     return row
 
 
-def equal_ranks(plan: Plan, rank: int, shown: set[int]) -> int:
-    """Return how many ranks the row of a rank stands for: those that run the same stages and have no row."""
-    stages = plan.decision.stages_of_rank(rank)
-    if not stages:
-        return 1
-    return 1 + sum(other not in shown for other in plan.decision.stages[stages[0]].ranks)
-
-
-def _far(span: Span) -> bool:
-    """Whether a message goes to another stage than the next one of its way."""
-    action = span.action
-    usual = action.stage + (1 if action.kind == "SF" else -1)
-    return action.peer is not None and action.peer != usual
-
-
 def _gaps(moments: Iterable[int]) -> Sequence[int]:
-    found, before = [], 0
-    for moment in moments:
-        found.append(moment - before)
-        before = moment
-    return found
+    return [after - before for before, after in pairwise([0, *moments])]
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------

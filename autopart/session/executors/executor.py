@@ -4,6 +4,7 @@ rank's stages, the engine, and the plan of each batch that the engine plays."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,18 +16,26 @@ from autopart.ir.plan import Decision
 from autopart.ir.program import Program
 from autopart.ir.shares import parts
 from autopart.ir.timeline import Span
+from autopart.passes.program.messages import check_messages
+from autopart.passes.program.stream import ring_programs, ring_ticks
 from autopart.planning.derive.reduction import BatchRule
 from autopart.runtime.engine import Engine, StepOutcome
-from autopart.runtime.player import BatchPlan
+from autopart.runtime.messages.mailbox import Mailbox
+from autopart.runtime.messages.stream_mailbox import StreamMailbox
+from autopart.runtime.player import BatchPlan, Player
+from autopart.runtime.stages.batch_statistics import PURPOSE
+from autopart.runtime.stages.stage import StageRunner
 from autopart.runtime.stream import StreamEngine, Update
-from autopart.runtime.sums.finite import unscale
+from autopart.runtime.sums.reduce import unscale
+from autopart.runtime.sums.replicas import ReplicaSums, open_sums
+from autopart.runtime.sums.shared_values import SharedValues
 from autopart.session.executors.context import RankContext
-from autopart.session.executors.engines import Engines
+from autopart.session.executors.evaluation import evaluation_program
 from autopart.session.executors.preparation import Preparation
 from autopart.session.executors.step_end import StepEnd, StepEnds
 from autopart.session.step.batch_counts import weighted_loss
 from autopart.session.step.loss_shares import idle_by_slot, is_uneven
-from autopart.session.step.parts import inputs_of
+from autopart.session.step.parts import inputs_of, of_micros, replicated_of, training_program
 from autopart.session.step.synced import rewrites_of, synced_stages
 from autopart.stagecode.compilers import EAGER
 from autopart.stagecode.stage_code import StageCode
@@ -44,25 +53,21 @@ class Executor:
     ) -> None:
         """planned: the capture, in this mode, that `decision` is for.  rule: how such batches are cut; derived from the
         first one if None.  Raises RefusedError and UsageError where batch statistics cannot be shared."""
-        self._mode = mode
-        self._context = context
-        self._world = context.world
-        self._tensors = context.tensors
-        self.planned = planned
-        self._graph = planned.graph
-        self.decision = decision
-        self._train = mode == "step"
+        self._context, self._world, self._tensors = context, context.world, context.tensors
+        self.planned, self._graph, self.decision = planned, planned.graph, decision
+        self._mode, self._train = mode, mode == "step"
         self._rank = rank = context.world.rank
         self._stages = {stage: decision.stages[stage] for stage in decision.stages_of_rank(rank)}
         synced = context.options.sync_batchnorm and self._train
-        stages = synced_stages(self._world, self._graph, decision) if synced else ()
-        rewrites = rewrites_of(self._world, self._graph, decision, context.placement, stages)
+        self._synced = synced_stages(self._world, self._graph, decision) if synced else ()
+        rewrites = rewrites_of(self._world, self._graph, decision, context.placement, self._synced)
         self._code = StageCode(
             context.captures, decision, context.tensors, self._world.device, context.values.owners, rewrites,
             backend=context.options.backend if self._train else EAGER,
         )  # fmt: skip
-        self.preparation = Preparation(mode, context, planned, decision, self._code, rule, synced=bool(stages))
-        self._engines = Engines(mode, context, self._graph, decision, self._code, stages)
+        self.preparation = Preparation(mode, context, planned, decision, self._code, rule, synced=bool(self._synced))
+        self._engines: dict[int, Engine] = {}
+        self._runners: dict[int, StageRunner] = {}
         loss = self._graph.value_map()[self._graph.outputs[0]]
         self._ends = StepEnds(self._world, getattr(torch, loss.dtype))
         self.stand_in: Batch | None = None
@@ -75,17 +80,14 @@ class Executor:
         unscaled: gradients are divided by it, and none is accumulated if one is not finite.  None: neither.  spans:
         gets what this rank does.  Raises StageError and WorkerError."""
         with self._play(plan, spans) as outcome:
-            end = self._end(plan, outcome, unscaled)
+            last = self.home(self._graph.outputs[0])
+            mine = weighted_loss(outcome.losses, [share[0] for share in plan.shares.get(last, ())])
+            first: str | None = None
+            if self._train and unscaled is not None:
+                first = unscale(self._parameters(), unscaled, self._tensors.masters.by_name, outcome.before)
+            end = self._ends.end(mine, first, outcome.computed_ns)
             outcome.commit(gradients=not end.not_finite)
         return end
-
-    def _end(self, plan: BatchPlan, outcome: StepOutcome, unscaled: float | None) -> StepEnd:
-        """Return what all ranks know once each has done its part.  Collective."""
-        last = self.home(self._graph.outputs[0])
-        mine = weighted_loss(outcome.losses, [share[0] for share in plan.shares.get(last, ())])
-        given = (self._tensors.masters.by_name, outcome.before)
-        first = unscale(self._parameters(), unscaled, *given) if self._train and unscaled is not None else None
-        return self._ends.end(mine, first, outcome.computed_ns)
 
     def predict(self, batch: Batch, plan: BatchPlan) -> Any:
         """Return what the model returns, on every rank, on the CPU."""
@@ -99,7 +101,6 @@ class Executor:
         return rebuilt(collected)
 
     def _collect(self, name: str, outputs: Mapping[str, torch.Tensor], rows: int) -> torch.Tensor:
-        """Return an output of the model from the rank that computed it."""
         owner = self.decision.stages[self.home(name)].ranks[0]
         if owner == self._rank:
             data = outputs[name].detach().cpu().contiguous()
@@ -169,14 +170,56 @@ class Executor:
 
     def program(self, micros: int) -> Program:
         """Return the verified program for this number of micro-batches."""
-        return self._engines.program(micros)
+        decision, graph = of_micros(self.decision, micros), self._graph
+        if self._train:
+            program = training_program(decision, graph, self._code.prologue, self._context.placement, self._synced)
+        else:
+            program = evaluation_program(decision, graph)
+        return program if self._world.carrier is None else check_messages(program)
 
     def engine(self, micros: int) -> Engine:
-        """Return the engine that plays this number of micro-batches.  Collective when it is made."""
-        return self._engines.engine(micros, steady=self.preparation.rule.steady)
+        """Return the engine that plays this number of micro-batches.  Collective when it is made, at first use."""
+        if micros not in self._engines:
+            program = self.program(micros)
+            if not self._engines:
+                for stage in self._code.rewrites:  # whose ranks compute together, in groups of their own
+                    self._world.group(self.decision.stages[stage].ranks, purpose=PURPOSE)
+                self._runners = {stage: self._runner(program, stage) for stage in self._stages}
+            player = self._player(program, self._runners, Mailbox, self._sums(program), self._context.values)
+            self._engines[micros] = Engine(self._world, player)
+        return self._engines[micros]
 
     def stream(self, micros: int, update: Update) -> StreamEngine:
         """Return an engine for asynchronous training with batches of this number of micro-batches.  Collective.
 
         update: steps the optimizer of this rank's parameters.  Raises PlanError (`streaming_of`)."""
-        return self._engines.stream(micros, update, self._parameters(), steady=self.preparation.rule.steady)
+        decision = replace(self.decision, micro_rows=(1,) * micros)
+        rhythm, turn, turns = ring_programs(decision, self._graph, self._code.prologue)
+        runners = {stage: self._runner(turn, stage) for stage in self._stages}
+        player = self._player(turn, runners, StreamMailbox, {}, None)
+        ticks = ring_ticks(rhythm, turns, self._rank)
+        return StreamEngine(player, rhythm, ticks, self._sums(turn), self._parameters(), update)
+
+    def _player(
+        self,
+        program: Program,
+        runners: Mapping[int, StageRunner],
+        mailbox: type[Mailbox],
+        sums: Mapping[int, ReplicaSums],
+        values: SharedValues | None,
+    ) -> Player:
+        code, ops = self._code, self._graph.op_map()
+        loss = None if self._mode == "predict" else self._graph.outputs[0]
+        messages = mailbox(self._world, program, code.specs, code.layouts)
+        return Player(self._world, program, runners, code.specs, ops, loss, messages, sums, values)
+
+    def _sums(self, program: Program) -> dict[int, ReplicaSums]:
+        owners, placement = self._context.values.owners, self._context.placement
+        kept = {stage: replicated_of(self._graph, self.decision, stage, owners, placement) for stage in self._stages}
+        return open_sums(self._world, program, kept)
+
+    def _runner(self, program: Program, stage: int) -> StageRunner:
+        back = frozenset(name for e in program.edges if e.dst == stage for name in e.grads)
+        out = frozenset(name for e in program.edges if e.src == stage for name in e.grads)
+        given = self._code.modules[stage], self._tensors.held, back, out | {self._graph.outputs[0]}
+        return StageRunner(*given, synced=stage in self._synced, steady=self.preparation.rule.steady)

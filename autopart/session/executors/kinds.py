@@ -14,10 +14,11 @@ from autopart.passes.program.projection import check_gradients_stay, project_pla
 from autopart.passes.program.routing import with_forward_only
 from autopart.planning.derive.reduction import WHOLE, BatchRule
 from autopart.runtime.activity import patient
-from autopart.session.executors.context import RankContext
 from autopart.session.executors.evaluation import evaluated_rows, evaluation_decision, evaluation_rule
 from autopart.session.executors.executor import Executor
 from autopart.session.ranks.agreement import from_rank, together
+from autopart.session.ranks.call_sync import digest_of
+from autopart.session.standing import Standing
 from autopart.session.step.data import micro_rows
 from autopart.session.step.parts import SEVERAL, fitting_cut, of_micros, undivided
 
@@ -34,37 +35,6 @@ def largest_part(batch: Batch, mode: str, decision: Decision) -> Size:
     return Size(max(micro_rows(batch, (), decision) if mode == "step" else evaluated_rows(mode, batch, decision)))
 
 
-def new_executor(
-    mode: str,
-    context: RankContext,
-    batch: Batch,
-    shards: Sequence[int],
-    planned: Graph,
-    decision: Decision,
-    rule: BatchRule | None = None,
-    cut: str = "",
-) -> Executor:
-    """Return what runs batches like this one; a changed model may run another program than the one that was planned.
-
-    planned, decision: the graph and the decision of the training plan.  rule: how batches are cut in evaluation, None
-    to leave them whole.  cut: of the kind.  Local; raises RefusedError.
-    """
-    if mode != "step":
-        rows = evaluated_rows(mode, batch, decision) if rule is not None else (batch.rows or 1,)
-        captured = context.captures(batch, Size(max(rows)), mode)
-        evaluated = evaluation_decision(captured.graph, planned, decision, cut=rule is not None)
-        return Executor(mode, context, captured, evaluated, rule)
-    if cut:
-        decision = undivided(decision if cut == _APART else of_micros(decision, 1))
-    rows = fitting_cut(batch.rows or 1, decision, SEVERAL) if cut == _APART else micro_rows(batch, shards, decision)
-    captured = context.captures(batch, Size(max(rows)), mode)
-    own = projected(captured, planned, decision)
-    check_gradients_stay(captured.graph, own.stages, planned, decision)
-    executor = Executor(mode, context, captured, own, BatchRule(WHOLE) if cut == _WHOLE else None)
-    executor.preparation.fitting = SEVERAL if cut == _APART else None
-    return executor
-
-
 def projected(captured: Captured, planned: Graph, decision: Decision) -> Decision:
     """Return the decision of the training plan for a program that differs from the planned one.  Raises PlanError.
 
@@ -78,14 +48,16 @@ def projected(captured: Captured, planned: Graph, decision: Decision) -> Decisio
 class KnownKinds:
     """The executors of the kinds of batches that came under the present plan; the one used longest ago goes first."""
 
+    _standing: Standing
+
     def __init__(self) -> None:
         self._found: Recent[Kind, Executor] = Recent(_KEEP, lambda executor: executor.planned.program_bytes)
 
-    def restart(self, context: RankContext, planned: Graph, decision: Decision, kind: Kind, executor: Executor) -> None:
-        """Begin under a plan for batches of this kind.  planned, decision: its graph and decision."""
-        self._context, self._planned, self._decision = context, planned, decision
+    def begin(self, standing: Standing, batch: Batch) -> None:
+        """Begin under a plan for batches like this one."""
+        self._standing = standing
         self._found.clear()
-        self._found.add(kind, executor)
+        self._found.add(self.kind("step", digest_of(repr(batch.signature())), batch.rows), standing.executor)
 
     def get(self, kind: Kind) -> Executor | None:
         """Return the executor of a kind, None if there is none yet."""
@@ -97,8 +69,9 @@ class KnownKinds:
         assert executor is not None
         return executor
 
-    def kind(self, mode: str, version: float, signature: float, rows: int | None) -> Kind:
-        """Return the kind of a batch of this number of rows.  version, signature: digests."""
+    def kind(self, mode: str, signature: float, rows: int | None) -> Kind:
+        """Return the kind of a batch of this number of rows.  signature: digest of its signature."""
+        version = digest_of(self._standing.context.captures.version)
         known = self._found.peek((mode, version, signature, ""))
         fitting = known.preparation.fitting if known is not None else None
         apart = known is not None and rows and fitting is not None and not fitting_cut(rows, known.decision, fitting)
@@ -111,29 +84,45 @@ class KnownKinds:
         """
         executor = self._found.get(kind)
         if executor is None:
-            context, decision = self._context, self._decision
-            cut = kind[0] == "loss" and not kind[3]
-            rule = shared_rule(context, batch, self._planned, decision) if cut else None
-            with together(context.world, "capturing the model"), patient("capturing the model"):
-                executor = new_executor(kind[0], context, batch, shards, self._planned, decision, rule, kind[3])
+            world = self._standing.context.world
+            rule = self._evaluation_rule(batch) if kind[0] == "loss" and not kind[3] else None
+            with together(world, "capturing the model"), patient("capturing the model"):
+                executor = self._made(kind, batch, shards, rule)
             self._found.add(kind, executor)
+        return executor
+
+    def _evaluation_rule(self, batch: Batch) -> BatchRule | None:
+        """Return how an evaluated batch is cut, as the first rank finds it; None if it stays whole.  Collective."""
+        context, decision, planned = self._standing.context, self._standing.plan.decision, self._standing.captured.graph
+        if len(evaluated_rows("loss", batch, decision)) == 1:
+            return None
+
+        def derived() -> BatchRule | None:
+            with patient("preparing the batch"):
+                return evaluation_rule(context.captures, batch, planned, decision, context.options.loss_reduction)
+
+        return from_rank(context.world, decision.stages[0].ranks[0], "preparing the batch", derived)
+
+    def _made(self, kind: Kind, batch: Batch, shards: Sequence[int], rule: BatchRule | None) -> Executor:
+        """Return what runs batches like this one.  rule: how they are cut in evaluation, None to leave them whole.
+        Local; raises RefusedError."""
+        context, decision, planned = self._standing.context, self._standing.plan.decision, self._standing.captured.graph
+        mode, _, _, cut = kind
+        if mode != "step":
+            rows = evaluated_rows(mode, batch, decision) if rule is not None else (batch.rows or 1,)
+            captured = context.captures(batch, Size(max(rows)), mode)
+            evaluated = evaluation_decision(captured.graph, planned, decision, cut=rule is not None)
+            return Executor(mode, context, captured, evaluated, rule)
+        if cut:
+            decision = undivided(decision if cut == _APART else of_micros(decision, 1))
+        rows = fitting_cut(batch.rows or 1, decision, SEVERAL) if cut == _APART else micro_rows(batch, shards, decision)
+        captured = context.captures(batch, Size(max(rows)), mode)
+        own = projected(captured, planned, decision)
+        check_gradients_stay(captured.graph, own.stages, planned, decision)
+        executor = Executor(mode, context, captured, own, BatchRule(WHOLE) if cut == _WHOLE else None)
+        executor.preparation.fitting = SEVERAL if cut == _APART else None
         return executor
 
     def clear(self) -> None:
         """Forget all executors."""
         self._found.clear()
-
-
-def shared_rule(context: RankContext, batch: Batch, planned: Graph, decision: Decision) -> BatchRule | None:
-    """Return how an evaluated batch is cut, as the first rank finds it; None if it stays whole.  Collective.
-
-    planned, decision: the graph and the decision of the training plan.
-    """
-    if len(evaluated_rows("loss", batch, decision)) == 1:
-        return None
-
-    def derived() -> BatchRule | None:
-        with patient("preparing the batch"):
-            return evaluation_rule(context.captures, batch, planned, decision, context.options.loss_reduction)
-
-    return from_rank(context.world, decision.stages[0].ranks[0], "preparing the batch", derived)

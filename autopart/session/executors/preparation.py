@@ -19,14 +19,7 @@ from autopart.session.ranks.agreement import FAILURES, from_rank, raise_first
 from autopart.session.ranks.call_sync import different_batches
 from autopart.session.step.batch_counts import BatchCounts
 from autopart.session.step.data import micro_rows, require_no_questions
-from autopart.session.step.loss_shares import (
-    Shares,
-    count_width,
-    counted_shares,
-    counting_ranks,
-    loss_shares,
-    pieces_of,
-)
+from autopart.session.step.loss_shares import Shares, count_width, counting_ranks, loss_shares, pieces_of
 from autopart.session.step.parts import code_sizes, digest, inputs_of
 from autopart.session.step.synced import require_weights
 from autopart.stagecode.stage_code import StageCode
@@ -172,7 +165,6 @@ class Preparation:
         return captured
 
     def _own_sizes(self, rows: tuple[int, ...], *, sharded: bool) -> list[int]:
-        """Return the rows of the pieces that this rank counts."""
         ranks = counting_ranks(rows, self._divisions, self._decision.stages[0].ranks, sharded=sharded)
         pieces = zip(ranks, pieces_of(rows, self._divisions), strict=True)
         return [end - first for rank, (_, first, end) in pieces if rank == self._rank]
@@ -189,11 +181,10 @@ class Preparation:
             return [seen]
         inputs = inputs_of(batch, self._graph.inputs, sizes, self._world.device, range(len(sizes)))
         alone = len(pieces_of(rows, self._divisions)) == 1
-        measured = self._counts.measured(self.rule.reduction, sizes, list(inputs.values()), alone=alone)
-        return [seen, *(number for numbers in measured for number in numbers)]
+        return [seen, *self._counts.measured(self.rule.reduction, sizes, list(inputs.values()), alone=alone)]
 
     def _shares(self, rows: tuple[int, ...], counts: Sequence[float], *, sharded: bool) -> Shares:
         """Return the shares of replicas in the loss of a batch.  counts: of all pieces."""
         if not sharded and (known := self._agreed.get(rows)) is not None:
             return known
-        return counted_shares(self.rule.reduction, rows, self._divisions, counts)
+        return loss_shares(self.rule.reduction, rows, self._divisions, counts)

@@ -54,15 +54,6 @@ class Given(NamedTuple):
     loss: float
 
 
-class _Own(NamedTuple):
-    """What one rank tells of a call: to all, and with its error, and for messages."""
-
-    told: Sequence[float]
-    failure: BaseException | None
-    needed: Sequence[int]
-    version: str
-
-
 class Calls:
     """The collective calls of one rank, numbered, and whether one of them has failed.
 
@@ -121,20 +112,27 @@ class Calls:
 
         def settled() -> Given:
             set_activity(doing)  # a step may have begun meanwhile
-            return self._settled(_Own(told, failure, needed, version), reduced())
+            return self._settled(told, failure, needed, version, reduced())
 
         return settled
 
-    def _settled(self, own: _Own, found: list[float]) -> Given:
-        """Return what the ranks were given, or raise how they differ.  own: of this rank.
+    def _settled(
+        self,
+        told: Sequence[float],
+        failure: BaseException | None,
+        needed: Sequence[int],
+        version: str,
+        found: list[float],
+    ) -> Given:
+        """Return what the ranks were given, or raise how they differ.  told: what this rank did, with its failure.
         found: the largest of all ranks.  Collective."""
         most, least, (failing, missing, absent, uncounted) = found[2:9], found[9:16], found[16:20]
         *alike, alike_rows, same = [high in (-low, _NONE) for high, low in zip(most, least, strict=True)]
         if (different := _different_calls(int(found[0]), int(-found[1]))) is not None:
             raise different if any(each.late for each in self.listeners) else self._world.known(different)
-        told, needed, sharded, (ended, signature, rows) = own.told, own.needed, bool(own.told[7]), most[3:6]
+        sharded, (ended, signature, rows) = bool(told[7]), most[3:6]
         if failing or absent or not (all(alike) and (alike_rows or sharded)):
-            self._compared(own, self._world.gather_numbers(told), sharded=sharded)
+            self._compared(self._world.gather_numbers(told), failure, needed, version, sharded=sharded)
         if not same:
             raise self._world.known(different_batches(needed))
         shards = [rows] * len(needed) if sharded else []
@@ -144,17 +142,30 @@ class Calls:
         given = max(signature, 0.0), int(max(rows, 0.0)), tuple(map(int, shards))
         return Given(*given, bool(missing), counts, bool(ended), found[-1])
 
-    def _compared(self, own: _Own, found: list[list[float]], *, sharded: bool) -> None:
+    def _compared(
+        self,
+        found: list[list[float]],
+        failure: BaseException | None,
+        needed: Sequence[int],
+        version: str,
+        *,
+        sharded: bool,
+    ) -> None:
         """Raise how what the ranks were given differs.  found: what each rank told.  Collective."""
-        _, failure, needed, version = own
         for place in {int(row[2] - _OF_A_LISTENER) for row in found if row[2] >= _OF_A_LISTENER}:
             self.listeners[place].told()
         if any(row[2] for row in found):
             raise_first(self._world, failure, "preparing the batch")
         holders = [rank for rank, row in enumerate(found) if row[3]]
-        absent = [rank for rank in (needed[:1] if sharded else needed) if rank not in holders]
-        if absent:
-            raise self._world.known(_without_batch(absent, needed))
+        for rank in needed[:1] if sharded else needed:
+            if rank not in holders:
+                raise self._world.known(
+                    BatchError(
+                        f"rank {rank} was given no batch",
+                        why=f"the model's inputs enter on rank{'s' * (len(needed) > 1)} {', '.join(map(str, needed))}",
+                        fix="pass the batch on every rank, or where pipe.needs_data is True",
+                    )
+                )
         first = needed[0] if needed else 0
         for rank, row in enumerate(found):
             compared = [*_ALIKE, *((3,) if rank in holders else ()), *(() if sharded or not row[3] else (5,))]
@@ -199,15 +210,15 @@ class Calls:
     def closing(self) -> Exception | None:
         """Let every listener finish; return the first error, which all ranks find: their weights still come together.
         Collective if healthy; raises UsageError if ranks make different calls."""
-        found: list[Exception] = []
+        first: Exception | None = None
         for each in self.listeners:
             try:
                 each.closing(healthy=self.healthy)
             except UsageError:
                 raise
             except Exception as error:
-                found.append(error)
-        return next(iter(found), None)
+                first = first or error
+        return first
 
     def note_failure(self, doing: str, error: BaseException) -> None:
         """Note a failure while ranks were running; the first one counts."""
@@ -284,14 +295,6 @@ def ended_early(rank: int, other: int) -> BatchError:
         f"the batches of rank {rank} ended before those of rank {other}",
         why="every rank needs the same number of batches, also ranks that need no data",
         fix="iterate over the same number on every rank; batches may be None where pipe.needs_data is False",
-    )
-
-
-def _without_batch(absent: list[int], needed: Sequence[int]) -> BatchError:
-    return BatchError(
-        f"rank {absent[0]} was given no batch",
-        why=f"the model's inputs enter on rank{'s' * (len(needed) > 1)} {', '.join(map(str, needed))}",
-        fix="pass the batch on every rank, or where pipe.needs_data is True",
     )
 
 

@@ -39,8 +39,7 @@ class BatchCounts:
         self._tensors = tensors
         self._device = device
         self._sizes: set[int] = set()
-        self._code: dict[tuple[int, str], StageModule] = {}
-        self._constants: dict[tuple[int, str], torch.Tensor] = {}
+        self._known: dict[tuple[int, str], StageModule | torch.Tensor] = {}  # code, and constants
 
     def add(self, captured: Captured, reduction: LossReduction) -> None:
         """Cut out what computes the values that this reduction counts, once for each number of rows."""
@@ -50,47 +49,47 @@ class BatchCounts:
         self._sizes.add(graph.rows)
         kinds = {param.name: param.kind for param in graph.params}
         for name in sorted(set(reduction.counted())):
-            key = graph.rows, name
             if kinds.get(name) == "constant":
-                self._constants[key] = captured.tensors[name].to(self._device)
+                self._known[graph.rows, name] = captured.tensors[name].to(self._device)
             elif name in kinds:
                 self._tensors.hold([name], captured.tensors)
             elif name not in graph.inputs:
                 module = cut(captured, ancestors(graph, [name]), [name], self._device)
                 self._tensors.hold(module.held, captured.tensors)
-                self._code[key] = module
+                self._known[graph.rows, name] = module
 
     def measured(
         self, reduction: LossReduction, rows: Sequence[int], inputs: Sequence[Inputs], *, alone: bool = False
-    ) -> list[list[float]]:
-        """Return the counts of each piece of a batch, from which `loss_shares` follows.
+    ) -> list[float]:
+        """Return the counts of the pieces of a batch, one piece behind the other, from which `loss_shares` follows.
 
         These are the count of `reduction` and of the weight of each adjusted value, 0 if it needs none; then each
         adjusted value that is a number of the whole batch, 0 for others.  alone: whether the batch has one piece, which
         needs no count.
         """
         weights = [reduction, *(item.weight for item in reduction.adjusted)]
-        found: list[list[torch.Tensor | float]] = []
+        found: list[torch.Tensor | float] = []
         for count, given in zip(rows, inputs, strict=True):
-            counts: list[torch.Tensor | float] = [
+            found += [
                 0.0 if alone or weight.value is None or weight.kind == "sum" else self._count(weight, count, given)
                 for weight in weights
             ]
-            whole = [
+            found += [
                 0.0 if item.reader is not None else self._value(item.value, count, given).double().reshape(())
                 for item in reduction.adjusted
             ]
-            found.append([*counts, *whole])
-        return _numbers(found)
+        on_device = [number for number in found if isinstance(number, torch.Tensor)]
+        with waiting():  # once, for all numbers on a device
+            read = iter(torch.stack(on_device).tolist() if on_device else ())
+        return [next(read) if isinstance(number, torch.Tensor) else number for number in found]
 
     def _value(self, name: str, rows: int, inputs: Inputs) -> torch.Tensor:
-        """Return a value of one piece."""
         if name in inputs:
             return inputs[name]
-        module = self._code.get((rows, name))
-        if module is None:
-            constant = self._constants.get((rows, name))
-            return self._tensors.held[name] if constant is None else constant
+        module = self._known.get((rows, name), self._tensors.held.get(name))
+        if not isinstance(module, StageModule):
+            assert module is not None
+            return module
         arguments = module.arguments(self._tensors.held)
         with torch.no_grad():
             found: torch.Tensor = module.module(*arguments, *(inputs[value] for value in module.inputs))[0]
@@ -112,11 +111,3 @@ class BatchCounts:
                     fix="use fewer micro_batches, or ignore_index in place of a weight of 0",
                 )
         return result.sum(dtype=torch.float64)
-
-
-def _numbers(rows: Sequence[Sequence[torch.Tensor | float]]) -> list[list[float]]:
-    """Read the numbers on a device, all at once: each reading waits for the device."""
-    given = [number for row in rows for number in row if isinstance(number, torch.Tensor)]
-    with waiting():
-        read = iter(torch.stack(given).tolist() if given else ())
-    return [[next(read) if isinstance(number, torch.Tensor) else number for number in row] for row in rows]

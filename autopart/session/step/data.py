@@ -17,7 +17,6 @@ import torch
 from autopart.batch.batch import Batch, split_rows
 from autopart.batch.stand_in import emptied
 from autopart.capture import Captured
-from autopart.capture.python.reads.masks import with_masks
 from autopart.ir.errors import BatchError, RefusedError, UsageError
 from autopart.ir.plan import Decision
 from autopart.ir.shares import Division, parts
@@ -140,16 +139,6 @@ def _sizes(micro_rows: Sequence[int], divided: Division) -> tuple[int, ...]:
 def _listed(numbers: Sequence[int]) -> str:
     *others, last = map(str, numbers)
     return f"{', '.join(others)} and {last}" if others else last
-
-
-def as_shard(batch: Batch, captured: Captured) -> Batch:
-    """Return the batch as a shard: shortcuts for attention masks are off, since they need the whole batch.
-
-    captured: what the pipeline was planned for.
-    """
-    questions = captured.questions
-    asked = questions is not None and len(questions.asked) > len(questions.asked_by_python)
-    return with_masks(batch, ()) if asked else batch
 
 
 def require_no_questions(captured: Captured) -> None:

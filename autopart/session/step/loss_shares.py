@@ -82,52 +82,42 @@ def count_width(reduction: LossReduction) -> int:
 
 
 def loss_shares(
-    reduction: LossReduction,
-    micro_rows: tuple[int, ...],
-    divisions: tuple[Division, ...],
-    measured: Sequence[Sequence[float]] = (),
+    reduction: LossReduction, micro_rows: tuple[int, ...], divisions: tuple[Division, ...], counts: Sequence[float] = ()
 ) -> Shares:
-    """Return the shares of every replica.  measured: the counts of each piece, () if `count_width` is 0."""
-    pieces = pieces_of(micro_rows, divisions)
+    """Return the shares of every replica.  counts: of all pieces, in order (`BatchCounts.measured`); more may follow.
+
+    What counts 0 in the whole batch gets equal shares, which gives the result of one process: 0/0, or the 0 of a clamp.
+    """
+    pieces, width = pieces_of(micro_rows, divisions), count_width(reduction)
     weights = [reduction, *(item.weight for item in reduction.adjusted)]
-    amounts = [_amounts(weight, pieces, [row[n] for row in measured]) for n, weight in enumerate(weights)]
+    measured = [counts[place * width : (place + 1) * width] for place in range(len(pieces))] if width else []
+    amounts = [
+        [row[n] for row in measured] if weight.value is not None else [float(end - first) for _, first, end in pieces]
+        for n, weight in enumerate(weights)
+    ]
+    amounts = [column if sum(column) else [1.0] * len(pieces) for column in amounts]
+    totals = [sum(column) for column in amounts]
+
+    def share_of(n: int, inside: Sequence[int]) -> float:
+        return 1.0 if weights[n].kind == "sum" else sum([amounts[n][place] for place in inside]) / totals[n]
+
     sums = {
-        place: sum(
-            share * row[len(weights) + place]
-            for share, row in zip(_of_each(item.weight, amounts[1 + place]), measured, strict=True)
-            if share
+        1 + n: sum(
+            share * row[len(weights) + n] for place, row in enumerate(measured) if (share := share_of(1 + n, [place]))
         )
-        for place, item in enumerate(reduction.adjusted)
+        for n, item in enumerate(reduction.adjusted)
         if item.reader is None
     }
-    totals = [sum(column) for column in amounts]
-    nothing = (0.0,) * len(weights)
 
-    def share_of(inside: Sequence[int]) -> Share:
+    def shares_of(inside: Sequence[int]) -> Share:
         if not inside:
-            return nothing
-        found = [
-            1.0 if weight.kind == "sum" else sum([column[place] for place in inside]) / total
-            for weight, column, total in zip(weights, amounts, totals, strict=True)
-        ]
-        return tuple([sums.get(n - 1, number) for n, number in enumerate(found)]) if sums else tuple(found)
+            return (0.0,) * len(weights)
+        return tuple([sums[n] if n in sums else share_of(n, inside) for n in range(len(weights))])
 
     return {
-        each: [[share_of(inside) for inside in replicas] for replicas in places_of(micro_rows, divisions, each)]
+        each: [[shares_of(inside) for inside in replicas] for replicas in places_of(micro_rows, divisions, each)]
         for each in divisions
     }
-
-
-def _amounts(weight: LossReduction, pieces: Sequence[RowPiece], counted: Sequence[float]) -> list[float]:
-    """Return the amounts that shares of pieces are proportional to; equal ones if the whole batch counts 0, which gives
-    the result of one process: 0/0, or the 0 of a clamp."""
-    amounts = [float(end - first) for _, first, end in pieces] if weight.value is None else list(counted)
-    return amounts if sum(amounts) else [1.0] * len(pieces)
-
-
-def _of_each(weight: LossReduction, amounts: Sequence[float]) -> list[float]:
-    total = sum(amounts)
-    return [1.0 if weight.kind == "sum" else amount / total for amount in amounts]
 
 
 def idle_by_slot(
@@ -152,12 +142,3 @@ def idle_values(graph: Graph, reduction: LossReduction, share: Share) -> frozens
     terms = zip(reduction.adjusted, share[1:], strict=True)
     dropped = frozenset((a.reader, a.value) for a, number in terms if a.reader is not None and number == 0.0)
     return without_weight(graph, dropped) if dropped else frozenset()
-
-
-def counted_shares(
-    reduction: LossReduction, rows: tuple[int, ...], divisions: tuple[Division, ...], counts: Sequence[float]
-) -> Shares:
-    """Return the shares in the loss of a batch of these rows.  counts: of all pieces, in order; more may follow."""
-    width = count_width(reduction)
-    ends = range(width, width * len(pieces_of(rows, divisions)) + 1, width) if width else ()
-    return loss_shares(reduction, rows, divisions, [counts[end - width : end] for end in ends])

@@ -120,7 +120,8 @@ def training_program(
     """Return the verified program of a training step.  prologue: as for `routing.route`.  placement: of the plan.
     statistics: stages whose replicas share batch statistics.  Raises ProgramError, and RefusedError
     (`require_buffers_in_order`)."""
-    program = replace(route(decision, graph, prologue, placement.sharing_stages, placement.tied), statistics=statistics)
+    sharing = tuple(number for number, stage in enumerate(placement.sharing) if stage.owners)
+    program = replace(route(decision, graph, prologue, sharing, placement.tied), statistics=statistics)
     check_program(program, decision.schedule)
     require_buffers_in_order(program, decision, graph)
     return program

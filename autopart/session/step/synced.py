@@ -4,7 +4,7 @@ parameters."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from autopart.ir.errors import BatchError, RefusedError, UsageError
@@ -12,7 +12,7 @@ from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision
 from autopart.ir.shares import parts
 from autopart.runtime.group.world import World
-from autopart.runtime.stages.batch_statistics import KNOWN, PURPOSE, BatchStatistics, share_statistics
+from autopart.runtime.stages.batch_statistics import KNOWN, BatchStatistics, share_statistics
 from autopart.runtime.stages.stage_module import StageModule
 from autopart.session.lists import SHARDINGS
 from autopart.session.placement import Placement, placement_of
@@ -78,12 +78,6 @@ def rewrites_of(
             fix='use transport="gloo"' + ", or sync_batchnorm=False" * bool(synced),
         )
     return found
-
-
-def open_statistics(world: World, decision: Decision, stages: Iterable[int]) -> None:
-    """Make the process groups in which the ranks of these stages compute together.  Collective."""
-    for stage in stages:
-        world.group(decision.stages[stage].ranks, purpose=PURPOSE)
 
 
 def require_weights(micro_rows: Sequence[int], shares: Shares) -> BatchError | None:

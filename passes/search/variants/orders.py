@@ -21,8 +21,8 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
+from autopart.ir.cluster import DEVICE_KINDS
 from autopart.ir.decision import Decision
-from autopart.ir.device_kinds import DEVICE_KINDS
 from autopart.ir.plan import Estimate
 from autopart.ir.program import Edge
 from autopart.passes.ordering.lists import RULES, listed

@@ -14,8 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from autopart.batch.batch import flatten
 from autopart.capture import Captured, capture
-from autopart.ir.cluster import Device
-from autopart.ir.device_kinds import DEVICE_KINDS
+from autopart.ir.cluster import DEVICE_KINDS, Device
 from autopart.ir.graph import check_cost
 from autopart.passes.ops.analytic_costs import analytic_costs, saved_values
 from autopart.passes.ops.flops import backward_flops, flops

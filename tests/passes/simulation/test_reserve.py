@@ -9,8 +9,7 @@ import pytest
 from support.languages.graphs import cluster, graph, layers, plan_of
 
 from autopart.files.clusters import cluster_to_yaml, parse_cluster
-from autopart.ir.cluster import Cluster, Device, Level, Link
-from autopart.ir.device_kinds import DEVICE_KINDS
+from autopart.ir.cluster import DEVICE_KINDS, Cluster, Device, Level, Link
 from autopart.ir.errors import ClusterError
 
 CUDA = DEVICE_KINDS["cuda"]

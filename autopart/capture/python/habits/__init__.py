@@ -1,5 +1,5 @@
-"""Python habits of models that tracing would lose: one file and one entry in `habits.HABITS` for each.
+"""Python habits of models that tracing would lose: one entry in `habits.HABITS` for each.
 
-May enter: a file that handles one habit.  Its entry says what it sees, what it does and which test breaks without it;
-deleting the file and the entry deletes the habit.
+May enter: a file that handles habits of one kind.  An entry says what it sees and which test breaks without it;
+deleting the entry deletes the habit.
 """

@@ -48,7 +48,6 @@ def apply(original: Any, cls: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _refusal(cls: Any, why: str) -> RefusedError:
-    """Return the error for a custom autograd.Function that cannot be captured."""
     library = is_library_file(getattr(sys.modules.get(cls.__module__), "__file__", None) or "<")
     return RefusedError(
         f"custom autograd.Function {cls.__module__}.{cls.__qualname__} is used in forward()",
@@ -70,15 +69,24 @@ def _type(cls: Any, value: Any) -> str:
 
 
 def _results(cls: Any, args: Sequence[Any]) -> tuple[int, bool]:
-    """Return how many tensors it returns, and whether it returns a tensor and not a tuple."""
-    with disable_proxy_modes_tracing(), torch.enable_grad():
-        found = _apply(cls, *map(_leaf, args))
+    """Return how many tensors it returns, and whether it returns a tensor and not a tuple.
+
+    Raises RefusedError if applying the function a second time would give other results.
+    """
+    with disable_proxy_modes_tracing(), torch.enable_grad(), _RandomOps() as noted:  # type: ignore[no-untyped-call]
+        leaves = list(map(_leaf, args))
+        versions = [leaf._version for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        found = _apply(cls, *leaves)
     results = (found,) if isinstance(found, torch.Tensor) else found
     if not isinstance(results, tuple) or not all(isinstance(result, torch.Tensor) for result in results):
         raise _refusal(cls, "it returns something else than tensors")
     floating = [result.requires_grad for result in results if result.is_floating_point()]
     if any(floating) and not all(floating):
         raise _refusal(cls, "some of its results have no derivative (mark_non_differentiable)")
+    if noted.drawn:
+        raise _refusal(cls, f"its forward draws random numbers ({noted.drawn}), and the backward would run it again")
+    if versions != [leaf._version for leaf in leaves if isinstance(leaf, torch.Tensor)]:
+        raise _refusal(cls, "its forward changes an argument in place")
     return len(results), isinstance(found, torch.Tensor)
 
 
@@ -90,28 +98,11 @@ def _registered(cls: Any, schema: str, count: int) -> Callable[..., Any]:
             results = _owned(args, _tuple(_apply(cls, *args)))
         return results if count > 1 else results[0]
 
-    def fake(*args: Any) -> Any:
-        _check(cls, args)
-        return forward(*args)
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.places = [place for place, value in enumerate(inputs) if isinstance(value, torch.Tensor)]
+        ctx.others = [None if isinstance(value, torch.Tensor) else value for value in inputs]
+        ctx.save_for_backward(*(inputs[place] for place in ctx.places))
 
-    op = torch.library.custom_op(
-        _name(cls, schema, count),
-        forward,
-        mutates_args=(),
-        schema=f"({schema}) -> ({', '.join(['Tensor'] * count)})",
-    )
-    op.register_fake(fake)
-    op.register_autograd(_backward(cls), setup_context=_keep)
-    return op
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.places = [place for place, value in enumerate(inputs) if isinstance(value, torch.Tensor)]
-    ctx.others = [None if isinstance(value, torch.Tensor) else value for value in inputs]
-    ctx.save_for_backward(*(inputs[place] for place in ctx.places))
-
-
-def _backward(cls: Any) -> Callable[..., Any]:
     def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
         args, back = list(ctx.others), [None] * len(ctx.others)
         for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
@@ -127,7 +118,15 @@ def _backward(cls: Any) -> Callable[..., Any]:
                 back[place] = grad
         return tuple(back)
 
-    return backward
+    text = f"{cls.__module__}.{cls.__qualname__}({schema}) {count}"
+    number = _names[text] = _names.get(text, 0) + 1
+    digest = hashlib.blake2b(f"{text} {number}".encode(), digest_size=4).hexdigest()
+    name = f"autopart_functions::{re.sub(r'[^0-9A-Za-z]+', '_', cls.__qualname__).strip('_')}_{digest}"
+    returns = ", ".join(["Tensor"] * count)
+    op = torch.library.custom_op(name, forward, mutates_args=(), schema=f"({schema}) -> ({returns})")
+    op.register_fake(forward)
+    op.register_autograd(backward, setup_context=keep)
+    return op
 
 
 def _tuple(found: Any) -> tuple[torch.Tensor, ...]:
@@ -156,29 +155,9 @@ class _RandomOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def _check(cls: Any, args: Sequence[Any]) -> None:
-    """Raise RefusedError if applying the function a second time would give other results."""
-    leaves = [_leaf(value) for value in args]
-    versions = [value._version for value in leaves if isinstance(value, torch.Tensor)]
-    with torch.no_grad(), _RandomOps() as noted:  # type: ignore[no-untyped-call]
-        _apply(cls, *leaves)
-    if noted.drawn:
-        raise _refusal(cls, f"its forward draws random numbers ({noted.drawn}), and the backward would run it again")
-    if versions != [value._version for value in leaves if isinstance(value, torch.Tensor)]:
-        raise _refusal(cls, "its forward changes an argument in place")
-
-
 def _leaf(value: Any) -> Any:
     """Return a copy that requires a gradient if its dtype allows one."""
     if not isinstance(value, torch.Tensor):
         return value
     copy = value.detach().clone()
     return copy.requires_grad_() * 1 if copy.is_floating_point() else copy
-
-
-def _name(cls: Any, schema: str, count: int) -> str:
-    """Return autopart_functions::Class_digest, which is equal in all processes that capture the same."""
-    text = f"{cls.__module__}.{cls.__qualname__}({schema}) {count}"
-    number = _names[text] = _names.get(text, 0) + 1
-    digest = hashlib.blake2b(f"{text} {number}".encode(), digest_size=4).hexdigest()
-    return f"autopart_functions::{re.sub(r'[^0-9A-Za-z]+', '_', cls.__qualname__).strip('_')}_{digest}"

@@ -1,135 +1,173 @@
-"""The list of Python habits that tracing would lose.
+"""The list of Python habits that tracing would lose, and all that is replaced in torch and Python while tracing.
 
-A habit acts in one or more of four ways: it replaces parts of torch or Python while the model is traced (`patches`),
-runs around the traced forward() (`around`), rewrites the traced graph (`rewrite`), or reads groups of ops to recompute
-from it (`groups`).
+A habit replaces parts of torch or Python while the model is traced (`patches`), or runs around the traced forward()
+(`around`).  Replacements act only on the thread that traces; other threads find torch as it is.
+How attributes are read and assigned is replaced too, by `watch.observed`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import builtins
+import contextlib
+import pkgutil
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
-from torch import fx, nn
+import torch
+from torch import nn
+from torch.utils._device import _device_constructors
 
-from autopart.capture.python.habits import (
-    autograd_calls,
-    buffer_assignments,
-    checkpointing,
-    custom_functions,
-    foreign_parameters,
-    noop_conversions,
-    packed_sequences,
-    randomness,
-    rejoined,
-    whole_slices,
-)
+from autopart.capture.python.habits import all_sizes, calls, checkpointing, custom_functions, own_tensors, randomness
+from autopart.capture.python.reads import host_reads
+from autopart.passes.ops.table import has_row, op_name
 
 
 @dataclass(frozen=True, slots=True)
 class Habit:
-    """One habit.  file: in this folder; sees, does: in words; test: breaks without it.
+    """One habit.  sees: in words, and what becomes of it; test: breaks without it.
 
     patches: by the dotted name of what is replaced, a function that is called with the original first, or a value.
     """
 
-    file: str
     sees: str
-    does: str
     test: str
     patches: Mapping[str, Any] = field(default_factory=dict)
     around: Callable[[Sequence[nn.Module]], AbstractContextManager[Any]] | None = None
-    rewrite: Callable[[fx.Graph], fx.Graph] | None = None
-    groups: Callable[[fx.Graph], tuple[tuple[str, ...], ...]] | None = None
 
 
 HABITS = (
     Habit(
-        "randomness",
-        sees="random and numpy.random draw numbers in forward(); they would be drawn once and kept",
-        does="refuses it, unless forward() has seeded the generator",
+        "random and numpy.random draw numbers: refused, unless forward() has seeded the generator",
         test="capture/test_refusals.py::test_numbers_drawn_before_forward_seeds_its_generator_are_refused_at_their_line",
-        patches={target: randomness.checked(target) for target in randomness.functions()},
+        patches=dict(randomness.functions()),
         around=randomness.no_random_numbers,
     ),
     Habit(
-        "foreign_parameters",
-        sees="parameters that are not the model's own are used, or parameters change through .data",
-        does="refuses it with the line",
+        "parameters are used that are not the model's own, or change through .data: refused",
         test="capture/test_refusals.py::test_a_parameter_changed_through_data_is_refused_by_name_and_line",
-        around=foreign_parameters.OwnParametersOnly,
+        around=own_tensors.OwnParametersOnly,
     ),
     Habit(
-        "buffer_assignments",
-        sees="forward() assigns a new tensor to a buffer; torch.export puts the old one back",
-        does="writes the new value into the old buffer",
+        "a new tensor is assigned to a buffer: written into the old one",
         test="capture/test_capture.py::test_buffers_end_as_the_plain_models",
-        around=buffer_assignments.assignments,
+        around=own_tensors.assigned_buffers,
     ),
     Habit(
-        "custom_functions",
-        sees="a custom autograd.Function is applied; torch.export drops its backward",
-        does="registers it as an op with its own backward",
+        "a custom autograd.Function is applied, whose backward torch.export drops: an op with its own backward",
         test="capture/test_custom_functions.py::test_the_gradients_of_its_own_backward_are_kept_in_stages",
         patches={"torch.autograd.Function.apply": custom_functions.apply},
     ),
     Habit(
-        "packed_sequences",
-        sees="sequences are packed by their lengths",
-        does="refuses it with the line, and says how to do without",
-        test="capture/test_refusals.py::test_packed_sequences_are_refused_and_the_advice_is_exact",
-        patches={"torch._VF._pack_padded_sequence": packed_sequences.refuse},
-    ),
-    Habit(
-        "checkpointing",
-        sees="torch.utils.checkpoint is used; export would detach its results or trace its hooks",
-        does="marks the ops of each call as a group to recompute; ignores the reentrant kind with a warning",
+        "torch.utils.checkpoint: its ops are a group to recompute; the reentrant kind is ignored with a warning",
         test="capture/test_checkpointing.py::test_each_call_is_a_group_and_the_outer_one_counts",
         patches={
             "torch.utils.checkpoint.CheckpointFunction.apply": checkpointing.run_reentrant,
             "torch.utils.checkpoint._checkpoint_without_reentrant_generator": checkpointing.mark,
         },
-        groups=checkpointing.checkpointed,
     ),
     Habit(
-        "autograd_calls",
-        sees="inference mode, backward() or gradient hooks on tensors in forward(); export records none of them",
-        does="traces inference mode as no_grad, and refuses the others",
+        "inference mode is entered: traced as no_grad; backward() and gradient hooks on tensors: refused",
         test="test_bad_input.py::test_a_model_that_cannot_be_exact_is_refused_with_the_reason",
         patches={
-            "torch.inference_mode.__enter__": autograd_calls.enter_no_grad,
-            "torch.inference_mode.__exit__": autograd_calls.leave_no_grad,
-            "torch.autograd.backward": autograd_calls.refuse_backward,
-            "torch.Tensor.backward": autograd_calls.refuse_backward,
-            "torch.Tensor.register_hook": autograd_calls.refuse_hook,
+            "torch.inference_mode.__enter__": calls.enter_no_grad,
+            "torch.inference_mode.__exit__": calls.leave_no_grad,
+            "torch.autograd.backward": calls.refuse_backward,
+            "torch.Tensor.backward": calls.refuse_backward,
+            "torch.Tensor.register_hook": calls.refuse_hook,
         },
     ),
     Habit(
-        "noop_conversions",
-        sees="modules converted to what they are, checks of torch.distributions, masks tested for being causal",
-        does="skips them: they change no number, but replace parameters or branch on numbers",
+        "modules are converted to what they are, torch.distributions check arguments, which can only raise (where they "
+        "would have stopped at a NaN, the loss is NaN), masks are tested for being causal: skipped",
         test="capture/test_no_effect.py::"
         "test_a_conversion_to_what_it_is_and_checks_of_distributions_leave_the_program_alone",
         patches={
-            "torch.nn.Module._apply": noop_conversions.apply_to_module,
+            "torch.nn.Module._apply": calls.convert_module,
             "torch.distributions.Distribution._validate_args": False,
-            "torch.nn.modules.transformer._detect_is_causal_mask": noop_conversions.causal_as_hinted,
+            "torch.nn.modules.transformer._detect_is_causal_mask": calls.causal_as_hinted,
         },
     ),
     Habit(
-        "rejoined",
-        sees="a tensor taken apart row by row and joined again, torch.cat(list(x)); each number of rows differs",
-        does="replaces the join by the tensor",
-        test="capture/test_questions.py::test_what_is_asked_of_the_batch_is_exact_for_every_batch",
-        rewrite=rejoined.rejoined,
+        "sequences are packed by their lengths: refused",
+        test="capture/test_refusals.py::test_packed_sequences_are_refused_and_the_advice_is_exact",
+        patches={"torch._VF._pack_padded_sequence": calls.refuse_packing},
     ),
     Habit(
-        "whole_slices",
-        sees="mask[:, :T] of a parameter or buffer of T elements; torch makes no op of it, but does of a longer one's",
-        does="records the slice, so that all sequence lengths have the same program",
+        "a mask is sliced to the length that it has: recorded like a slice of a longer one",
         test="session/test_token_slices.py::test_a_mask_buffer_of_just_the_sequence_length_is_sliced_exactly",
-        around=whole_slices.KeptSlices,
+        around=all_sizes.KeptSlices,
+    ),
+    Habit(
+        "questions about the numbers of the batch: answered",
+        test="capture/test_questions.py::test_what_is_asked_of_the_batch_is_exact_for_every_batch",
+        patches={
+            "torch.fx.experimental.proxy_tensor.proxy_call": host_reads.proxy_call,
+            "torch._subclasses.fake_tensor.FakeTensor.tolist": host_reads.tolist,
+            "torch.tensor": host_reads.tensor,
+        },
     ),
 )
+
+_composite: dict[frozenset[str], set[Any]] = {}
+"""torch's list of composite ops, which it takes long to make, by the composite ops that are registered: a library may
+register more at any time."""
+
+
+def _known_composite_ops(original: Callable[[], set[Any]]) -> set[Any]:
+    """Return those of torch's composite ops that stay whole: those that the table of ops knows.
+
+    Others become what they are made of: an alias (`torch.concat`) the op that it stands for.  Two kinds stay whole
+    without a row: ops of linear algebra, whose parts return errors as numbers that nothing in the graph would read, and
+    random ops, which are called by key and whose parts fill tensors that their backward reads.
+    """
+    registered = frozenset(torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd"))
+    if registered not in _composite:
+        _composite.clear()
+        _composite[registered] = set(original())
+    random = torch.Tag.nondeterministic_seeded
+    return {
+        op
+        for op in _composite[registered]
+        if has_row(str(op)) or random in op.tags or op_name(str(op)).startswith("linalg_")
+    }
+
+
+PATCHES: tuple[tuple[str, Any], ...] = (
+    *(patch for habit in HABITS for patch in habit.patches.items()),
+    ("torch.export._trace.print", lambda *_, **__: None),  # export prints a half-made graph
+    ("torch.export.exported_program._collect_all_valid_cia_ops", _known_composite_ops),
+    # torch would switch off autocast for CUDA without a device; tracing needs only its rules
+    ("torch.cuda.amp.common.amp_definitely_not_available", lambda original: False),
+    ("torch.cuda.is_bf16_supported", lambda original, *args: not torch.cuda.is_available() or original(*args)),
+)
+
+
+@contextlib.contextmanager
+def patched() -> Iterator[None]:
+    """Put all patches in place inside.  One thread at a time."""
+    tracer = threading.get_ident()
+    _device_constructors()  # kept for ever from the first call on: torch.tensor must not be replaced in it
+    with contextlib.ExitStack() as entered:
+        for target, here in PATCHES:
+            home, _, name = target.rpartition(".")
+            owner = pkgutil.resolve_name(home)
+            if callable(here):
+                here = _on_thread(tracer, here, getattr(owner, name, getattr(builtins, name, None)))
+            entered.enter_context(mock.patch.object(owner, name, here, create=hasattr(builtins, name)))
+        yield
+
+
+def _on_thread(tracer: int, replacement: Callable[..., Any], otherwise: Any) -> Any:
+    bound = isinstance(getattr(otherwise, "__self__", None), type)
+    plain: Any = otherwise.__func__ if bound else otherwise
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == tracer:
+            return replacement(plain, *args, **kwargs)
+        return plain(*args, **kwargs)
+
+    return classmethod(call) if bound else call

@@ -39,19 +39,17 @@ def no_random_numbers(_: Any) -> Iterator[None]:
         _check_unchanged(module, unseeded, where="")
 
 
-def functions() -> Iterator[str]:
-    """Yield the names of all functions that draw from the generators of these modules, or seed them."""
+def functions() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yield all functions that draw from the generators of these modules, or seed them: the name of each, and what
+    replaces it while a model is traced."""
     for module, home, first in (("random", random, "random"), ("numpy.random", numpy.random, "rand")):
         generator = vars(home)[first].__self__
         for name, value in vars(home).items():
             if name in _SEEDS or (getattr(value, "__self__", None) is generator and name not in _READS):
-                yield f"{module}.{name}"
+                yield f"{module}.{name}", _checked(module, name)
 
 
-def checked(target: str) -> Callable[..., Any]:
-    """Return what replaces one of `functions` while a model is traced."""
-    module, _, name = target.rpartition(".")
-
+def _checked(module: str, name: str) -> Callable[..., Any]:
     def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         unseeded = _unseeded.get({})
         if module in unseeded:

@@ -27,23 +27,9 @@ def ctc_losses(
     zero_infinity: bool,
 ) -> torch.Tensor:
     """Return the loss of each row: log_probs of shape (time, rows, classes), targets (rows, most), lengths (rows,)."""
-    losses, _ = _with_table(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)
+    lengths = input_lengths.tolist(), target_lengths.tolist()
+    losses: torch.Tensor = _aten._ctc_loss.default(log_probs, targets, *lengths, blank, zero_infinity)[0]
     return torch.where(losses.isinf(), torch.zeros_like(losses), losses) if zero_infinity else losses
-
-
-def _with_table(
-    log_probs: torch.Tensor,
-    targets: torch.Tensor,
-    input_lengths: torch.Tensor,
-    target_lengths: torch.Tensor,
-    blank: int,
-    zero_infinity: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    inputs, wanted = input_lengths.tolist(), target_lengths.tolist()
-    found: tuple[torch.Tensor, torch.Tensor] = _aten._ctc_loss.default(
-        log_probs, targets, inputs, wanted, blank, zero_infinity
-    )
-    return found
 
 
 @ctc_losses.register_fake
@@ -58,13 +44,10 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
 
 def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     log_probs, targets, input_lengths, target_lengths = ctx.saved_tensors
-    blank, zero_infinity = ctx.options
+    given = log_probs, targets, input_lengths.tolist(), target_lengths.tolist()
     with torch.no_grad():
-        losses, table = _with_table(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)
-        lengths = input_lengths.tolist(), target_lengths.tolist()
-        found = _aten._ctc_loss_backward.default(
-            gradient, log_probs, targets, *lengths, losses, table, blank, zero_infinity
-        )
+        losses, table = _aten._ctc_loss.default(*given, *ctx.options)
+        found = _aten._ctc_loss_backward.default(gradient, *given, losses, table, *ctx.options)
     return found, None, None, None, None, None
 
 
@@ -84,14 +67,9 @@ class Selections:
 
     def ctc_loss(self, mode: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
         """Trace what replaces a ctc_loss; return None if the op stays, which tracing then refuses."""
-        names = ("log_probs", "targets", "input_lengths", "target_lengths", "blank", "reduction", "zero_infinity")
-        given: dict[str, Any] = {
-            "blank": 0,
-            "reduction": _MEAN,
-            "zero_infinity": False,
-            **dict(zip(names, args, strict=False)),
-            **kwargs,
-        }
+        arguments = _aten.ctc_loss.Tensor._schema.arguments
+        given: dict[str, Any] = {a.name: a.default_value for a in arguments if a.has_default_value()}
+        given |= dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
         targets = self._in_rows(mode, given["targets"], given["target_lengths"])
         log_probs = given["log_probs"]
         if log_probs.dim() != 3 or targets is None:

@@ -23,11 +23,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from autopart.batch.batch import Batch
 from autopart.capture.python.reads.ctc import Selections
-from autopart.capture.python.reads.data_dependent_errors import is_data_dependent, unanswered
 from autopart.capture.python.reads.masks import ASKED, Masks
 from autopart.capture.python.reads.questions import Origins, Question, Reader
-from autopart.capture.python.reads.sizes import MADE_OF_SIZED, Sizes, mark_by_rows, scatters_by_rows
-from autopart.capture.source_location import place_of_caller
+from autopart.capture.python.reads.sizes import BY_ROWS, MADE_OF_SIZED, Sizes, experts_fix, is_data_dependent
+from autopart.capture.source_location import user_place
 from autopart.ir.errors import BatchError, CaptureError, RefusedError
 
 _aten = torch.ops.aten
@@ -65,12 +64,9 @@ class Questions:
     def hold(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Return whether a batch of as many rows gives the same answers.  Stops at the first one that differs."""
         reader = Reader(tensors, self.device)
-        return all(_same_answer(value, reader.answer(q)) for q, value in zip(self.asked, self.values, strict=True))
-
-
-def _same_answer(a: Any, b: Any) -> bool:
-    """Return whether two answers are equal: NaN equals NaN, 1 differs from True, and -0.0 from 0.0."""
-    return type(a) is type(b) and repr(a) == repr(b)
+        pairs = ((value, reader.answer(q)) for q, value in zip(self.asked, self.values, strict=True))
+        # NaN equals NaN, 1 differs from True, and -0.0 from 0.0
+        return all(type(known) is type(now) and repr(known) == repr(now) for known, now in pairs)
 
 
 class Asker:
@@ -90,7 +86,7 @@ class Asker:
         self.refusal: CaptureError | None = None
         """The error for a question that could not be answered, None if there was none."""
         self.constants_asked = False
-        self.sizes = Sizes(self._ask_tensor, rows, lambda: place_of_caller(model), whole=self._whole)
+        self.sizes = Sizes(self._ask_tensor, rows, lambda: user_place(model), whole=self._whole)
         self.begin()
 
     def begin(self) -> None:
@@ -144,7 +140,7 @@ class Asker:
 
     def traced(self, mode: Any, func: Any, args: Any, kwargs: Any, trace: Callable[[Any, Any], Any]) -> Any:
         """Return the result of an op: an answer, what stands for the op, or what `trace` makes of its arguments."""
-        if _asks(func):
+        if torch.Tag.data_dependent_output in func.tags or func is _aten.is_nonzero.default:
             answer = self._asked_for(mode.tracer, func, args, kwargs)
             if answer is not None:
                 return answer[0]
@@ -158,45 +154,65 @@ class Asker:
             losses = self._selections.ctc_loss(mode, args, kwargs)
             if losses is not None:
                 return losses
-        scatter = func is _aten.masked_scatter.default
-        by_rows = scatter and scatters_by_rows(mode, self._rows, args, self._ask_tensor)
+        by_rows = func is _aten.masked_scatter.default and self.sizes.scatters_by_rows(mode, args)
         result = trace(args, kwargs)
-        if by_rows:
-            mark_by_rows(mode.tracer)
-        else:
-            self._note(mode, func, args, result)
-        return result
-
-    def _note(self, mode: Any, func: Any, args: Any, result: Any) -> None:
-        """Note an op that was traced, if later ops have to know it."""
         node = next(iter(reversed(mode.tracer.graph.nodes)))
-        if func is _aten.masked_select.default:
+        if by_rows:
+            node.meta["custom"] = {**node.meta.get("custom", {}), BY_ROWS: True}
+        elif func is _aten.masked_select.default:
             self._selections.note(result, args)
         elif func is _aten.where.ScalarOther and node.target is func:
             self.masks.note(node, args)
         elif func._schema.is_mutable and node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
             self._of(mode.tracer).wrote(node)
+        return result
 
     def _asked_for(self, tracer: Any, func: Any, args: Any, kwargs: Any) -> tuple[Any] | None:
         """Return the answer to an op that makes a Python value of tensors, None where torch has to answer."""
-        nodes = _nodes(tracer, (args, kwargs))
-        if nodes is None or all(proxy.constant is not None for proxy in nodes.values()):
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        nodes: dict[int, Any] = {id(tensor): proxy_tensor.get_proxy_slot(tensor, tracer, None) for tensor in tensors}
+        if None in nodes.values() or all(proxy.constant is not None for proxy in nodes.values()):
             return None
-        where = place_of_caller(self._model)
+        where = user_place(self._model)
         given = pytree.tree_map_only(torch.Tensor, lambda tensor: nodes[id(tensor)].proxy.node, args)
         read = partial(func, **kwargs) if kwargs else func
         question = self._of(tracer).question(read, given, str(func), where)
         if isinstance(question, str):
-            self.refusal = unanswered(self._model, str(func), where, question, flag=_is_flag(func, args))
+            number = func in (_aten.item.default, _aten._local_scalar_dense.default)
+            flag = not number or tensors[0].dtype is torch.bool
+            self.refusal = self._unanswered(str(func), where, question, flag=flag)
             return None
         return (self._answer(question),)
+
+    def _unanswered(self, op: str, where: str, source: str, *, flag: bool) -> CaptureError:
+        """Return the error for a question whose answer does not depend on the inputs alone.
+
+        op: what asked; where: the user's line; source: what else it depends on; flag: whether it is a yes or no
+        question.
+        """
+        if flag:
+            random = source.startswith("random numbers")
+            also = "; for layer drop set its probability to 0" if random else experts_fix(self._model)
+            return CaptureError(
+                "the model's Python control flow depends on the data of a tensor",
+                where=where,
+                why=f"the branch depends on {source}, which every step changes",
+                fix="use torch.where instead of `if`" + also,
+            )
+        return CaptureError(
+            f"forward() reads a number out of a tensor ({op.removeprefix('aten.').split('.')[0]})",
+            where=where,
+            why=f"it depends on {source}; the captured program would keep the value that it had during the capture",
+            fix="keep it a tensor: no .item(), .tolist(), int() or float(); what is only logged can be returned as an "
+            "output, or taken from the result of step()",
+        )
 
     def _ask_tensor(self, mode: Any, tensor: torch.Tensor, read: Callable[[torch.Tensor], Any], op: str) -> Any:
         """Return what `read` makes of a tensor, None where that depends on more than the inputs."""
         proxy = proxy_tensor.get_proxy_slot(tensor, mode.tracer, None)
         if proxy is None:
             return None
-        where = place_of_caller(self._model)
+        where = user_place(self._model)
         question = self._of(mode.tracer).question(read, (proxy.proxy.node,), op, where)
         return None if isinstance(question, str) else self._answer(question)
 
@@ -206,11 +222,13 @@ class Asker:
         proxy = proxy_tensor.get_proxy_slot(mask, tracer, None) if isinstance(mask, torch.Tensor) else None
         if proxy is None:
             return args, kwargs
-        origins, where = self._of(tracer), place_of_caller(self._model)
+        origins, where = self._of(tracer), user_place(self._model)
 
         def ask(read: Callable[..., bool], nodes: Sequence[torch.fx.Node]) -> bool | None:
             question = origins.question(read, tuple(nodes), ASKED, where)
-            if isinstance(question, str) or not self._has_numbers(question):
+            if isinstance(question, str) or (self._batch.masks is not None and question.inputs):
+                return None  # it depends on parameters, or another capture has asked the whole batch
+            if any(t.is_meta for t in (*question.constants, *(self._batch.tensors[i] for i in question.inputs))):
                 return None
             form = question.form
             if form not in self._about_masks:
@@ -219,18 +237,12 @@ class Asker:
 
         return self.masks.without(proxy.proxy.node, args, kwargs, ask, origins.is_written)
 
-    def _has_numbers(self, question: Question) -> bool:
-        """Return whether the numbers that decide about an attention mask are those of the whole batch, and known."""
-        read = (*question.constants, *(self._batch.tensors[i] for i in question.inputs))
-        return not any(tensor.is_meta for tensor in read) and (self._batch.masks is None or not question.inputs)
-
     def _answer(self, question: Question) -> Any:
         """Return the answer to a question.  Raises WholeBatchAsked, RefusedError, BatchError."""
-        if not question.inputs:
+        if not question.inputs:  # of constants, which no batch changes
             self.constants_asked |= bool(question.constants)
-            with _untraced():
-                return self._reader.answer(question)  # constants: no batch changes them
-        place = len(self._asked)
+            return self._read(question)
+        place, known = len(self._asked), self._batch.answers
         if place >= _MOST:
             raise RefusedError(
                 f"forward() reads more than {_MOST} numbers from the batch",
@@ -238,27 +250,28 @@ class Asker:
                 why="the captured program would only fit batches with the same numbers",
                 fix="compute with tensors: no .tolist(), .item() or int() on large inputs",
             )
-        value = self._value(question, place)
+        if self._whole and not self._batch.stands_in:
+            if any(self._batch.tensors[i].is_meta for i in question.inputs):
+                raise BatchError(
+                    "forward() reads values of the batch, and the batch is on the meta device",
+                    where=question.where,
+                    fix="pass a batch with values",
+                )
+            value = self._read(question)
+        elif known is None:
+            self._wants_whole = True
+            raise WholeBatchAsked
+        elif place >= len(known) or known[place][:2] != (question.op, question.where):
+            raise self._other_questions(question.where)
+        else:
+            value = known[place][2]
         self._asked.append(question)
         self._values.append(value)
         return value
 
-    def _value(self, question: Question, place: int) -> Any:
-        if not self._whole or self._batch.stands_in:
-            if self._batch.answers is None:
-                self._wants_whole = True
-                raise WholeBatchAsked
-            known = self._batch.answers
-            if place >= len(known) or known[place][:2] != (question.op, question.where):
-                raise self._other_questions(question.where)
-            return known[place][2]
-        if any(self._batch.tensors[i].is_meta for i in question.inputs):
-            raise BatchError(
-                "forward() reads values of the batch, and the batch is on the meta device",
-                where=question.where,
-                fix="pass a batch with values",
-            )
-        with _untraced():
+    def _read(self, question: Question) -> Any:
+        """Compute an answer.  No mode of tracing sees the ops."""
+        with torch._C.DisableTorchFunction(), _disable_current_modes(), no_python_dispatcher():
             return self._reader.answer(question)
 
     def _other_questions(self, where: str) -> RefusedError:
@@ -275,32 +288,7 @@ class Asker:
         return self._origins
 
 
-def _nodes(tracer: Any, given: Any) -> dict[int, Any] | None:
-    """Return what stands for each tensor, by identity, in the traced graph; None if one is not part of it."""
-    tensors = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor)]
-    found = {id(tensor): proxy_tensor.get_proxy_slot(tensor, tracer, None) for tensor in tensors}
-    return found if found and None not in found.values() else None
-
-
-@contextlib.contextmanager
-def _untraced() -> Iterator[None]:
-    """Let ops compute inside: no mode of tracing sees them."""
-    with torch._C.DisableTorchFunction(), _disable_current_modes(), no_python_dispatcher():
-        yield
-
-
-def _asks(func: Any) -> bool:
-    """Return whether an op makes a Python value of tensors."""
-    return torch.Tag.data_dependent_output in func.tags or func is _aten.is_nonzero.default
-
-
-def _is_flag(func: Any, args: Any) -> bool:
-    """Return whether the op's answer is yes or no."""
-    asked = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-    return func not in (_aten.item.default, _aten._local_scalar_dense.default) or asked[0].dtype is torch.bool
-
-
-# -- what replaces parts of torch while a model is traced (`trace.patches`) -------------------------------------------
+# -- what replaces parts of torch while a model is traced (`habits.habits`) --------------------------------------------
 
 _answering: ContextVar[Asker | None] = ContextVar("autopart_answering", default=None)
 

@@ -26,49 +26,26 @@ class Late:
 
     call: Callable[..., Any]
     args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    kwargs: dict[str, Any]
     shape: torch.Size
-
-    def row(self, place: int) -> Late:
-        """Return the result for one place of its first dimension, which it keeps."""
-
-        def part(leaf: Any) -> Any:
-            if not isinstance(leaf, Late | torch.Tensor) or len(leaf.shape) < len(self.shape) or leaf.shape[0] == 1:
-                return leaf  # broadcast
-            return leaf.row(place) if isinstance(leaf, Late) else leaf[place : place + 1]
-
-        args, kwargs = pytree.tree_map(part, (self.args, dict(self.kwargs)), is_leaf=_is_late)
-        return Late(self.call, args, kwargs, torch.Size((1, *self.shape[1:])))
-
-    def numbers(self) -> list[torch.Tensor]:
-        """Return the tensors that it is made of."""
-        leaves = pytree.tree_leaves((self.args, dict(self.kwargs)), is_leaf=_is_late)
-        found = [leaf.numbers() if isinstance(leaf, Late) else [leaf] for leaf in leaves]
-        return [leaf for own in found for leaf in own if isinstance(leaf, torch.Tensor)]
-
-    def computed(self) -> Any:
-        """Compute it.  O(elements)."""
-        args, kwargs = pytree.tree_map(whole, (self.args, dict(self.kwargs)), is_leaf=_is_late)
-        return self.call(*args, **kwargs)
-
-
-def _is_late(leaf: Any) -> bool:
-    return isinstance(leaf, Late)
 
 
 def whole(leaf: Any) -> Any:
-    """Return what stands for a result as that result, and anything else as it is."""
-    return leaf.computed() if isinstance(leaf, Late) else leaf
+    """Return what stands for a result as that result, and anything else as it is.  O(elements)."""
+    if not isinstance(leaf, Late):
+        return leaf
+    args, kwargs = pytree.tree_map(whole, (leaf.args, leaf.kwargs))
+    return leaf.call(*args, **kwargs)
 
 
 def late(call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Late | None:
     """Return what stands for the result of a large elementwise op that writes to nothing; None for other ops."""
     if not isinstance(call, torch._ops.OpOverload) or torch.Tag.pointwise not in call.tags or call._schema.is_mutable:
         return None
-    leaves = pytree.tree_leaves((tuple(args), dict(kwargs)), is_leaf=_is_late)
+    leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
     shapes = [leaf.shape for leaf in leaves if isinstance(leaf, Late | torch.Tensor)]
     shape = torch.Size(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
-    return Late(call, tuple(args), kwargs, shape) if shape.numel() >= LARGE and shape[0] > 1 else None
+    return Late(call, tuple(args), dict(kwargs), shape) if shape.numel() >= LARGE and shape[0] > 1 else None
 
 
 def different_rows(masks: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
@@ -85,17 +62,25 @@ def different_rows(masks: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
     seen: list[list[torch.Tensor]] = []
     for place in range(max(counts)):
         rows = [_row(mask, place, most) for mask in masks]
-        numbers = [each for row in rows for each in (row.numbers() if isinstance(row, Late) else [row])]
-        if not any(all(map(_equal, numbers, known)) for known in seen):
-            seen.append(numbers)
+        made_of = _numbers(rows)
+        pairs = (zip(made_of, known, strict=True) for known in seen)
+        if not any(all(one is other or torch.equal(one, other) for one, other in each) for each in pairs):
+            seen.append(made_of)
             yield tuple(map(whole, rows))
 
 
-def _row(mask: Any, place: int, most: int) -> Any:
-    if len(mask.shape) < most or mask.shape[0] == 1:
-        return mask
-    return mask.row(place) if isinstance(mask, Late) else mask[place : place + 1]
+def _row(leaf: Any, place: int, axes: int) -> Any:
+    """Return one place of the first of so many dimensions, which is kept; what is broadcast there as it is."""
+    if not isinstance(leaf, Late | torch.Tensor) or len(leaf.shape) < axes or leaf.shape[0] == 1:
+        return leaf
+    if isinstance(leaf, torch.Tensor):
+        return leaf[place : place + 1]
+    args, kwargs = pytree.tree_map(lambda part: _row(part, place, len(leaf.shape)), (leaf.args, leaf.kwargs))
+    return Late(leaf.call, args, kwargs, torch.Size((1, *leaf.shape[1:])))
 
 
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one is other or torch.equal(one, other)
+def _numbers(value: Any) -> list[torch.Tensor]:
+    """Return the tensors that a value is made of."""
+    leaves = pytree.tree_leaves(value)
+    found = [_numbers((leaf.args, leaf.kwargs)) if isinstance(leaf, Late) else [leaf] for leaf in leaves]
+    return [leaf for own in found for leaf in own if isinstance(leaf, torch.Tensor)]

@@ -74,10 +74,7 @@ class Question:
         numbers = {step.number: place for place, step in enumerate(self.steps)}
 
         def renumbered(value: Any) -> Any:
-            def renumber(leaf: Any) -> Any:
-                return Operand(numbers[leaf.number]) if isinstance(leaf, Operand) else leaf
-
-            return pytree.tree_map(renumber, value, is_leaf=lambda leaf: isinstance(leaf, Operand))
+            return pytree.tree_map_only(Operand, lambda operand: Operand(numbers[operand.number]), value)
 
         constants = {id(arg): arg for step in self.steps for arg in step.args if isinstance(arg, torch.Tensor)}
         steps = [(step.call, renumbered((step.args, dict(step.kwargs)))) for step in self.steps]
@@ -139,7 +136,7 @@ def _filled(value: Any, place: torch.device, found: _Results) -> Any:
             return found[place, leaf.number]
         return place if isinstance(leaf, torch.device) else leaf
 
-    return pytree.tree_map(fill, value, is_leaf=lambda leaf: isinstance(leaf, Operand))
+    return pytree.tree_map(fill, value)
 
 
 class Origins:
@@ -219,7 +216,7 @@ class Origins:
         return ""
 
     def _step(self, node: fx.Node) -> _Step:
-        number = self._number(node)
+        number = self._operands(node).number
         if node.op == "placeholder":
             return _Step(number, None, (self._inputs[node],), {})
         if node.op == "get_attr":
@@ -229,11 +226,8 @@ class Origins:
         return _Step(number, target, tuple(args), dict(kwargs))
 
     def _operands(self, value: Any) -> Any:
-        operand: Any = lambda node: Operand(self._number(node))  # noqa: E731
+        operand: Any = lambda node: Operand(self._numbers.setdefault(node, len(self._numbers)))  # noqa: E731
         return fx.map_arg(value, operand)
-
-    def _number(self, node: fx.Node) -> int:
-        return self._numbers.setdefault(node, len(self._numbers))
 
 
 def made_of(nodes: Iterable[fx.Node], given: Container[fx.Node] = ()) -> set[fx.Node]:

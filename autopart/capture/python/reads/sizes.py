@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from autopart.ir.errors import RefusedError
 
@@ -33,6 +33,10 @@ _REPEATS = {_aten.repeat_interleave.Tensor: 0, _aten.repeat_interleave.self_Tens
 
 
 _FIXED = "operations with fixed shapes: torch.where, or labels with ignore_index"
+SIZE_FIX = (
+    "use operations with fixed shapes: torch.where, or a product with the mask, instead of boolean indexing or "
+    "nonzero; a loop over experts: each on all tokens, times its routing weight"
+)
 
 
 class Sizes:
@@ -46,7 +50,7 @@ class Sizes:
         if func is _aten.index.Tensor:
             return self._index(mode, *args)
         if func is _aten.nonzero.default:
-            count = self._ask(mode, args[0], _count, "nonzero")
+            count = self._ask(mode, args[0], lambda tensor: int(tensor.count_nonzero()), "nonzero")
             if count is None:
                 return None
             self._need_whole("nonzero()")
@@ -76,7 +80,7 @@ class Sizes:
         repeats = args[_REPEATS[func]]
         if repeats.dim() != 1 or repeats.numel() == 1:
             return None
-        total = self._ask(mode, repeats, _total, "repeat_interleave")
+        total = self._ask(mode, repeats, lambda tensor: int(tensor.sum()), "repeat_interleave")
         if total is None:
             return None
         self._need_whole("repeat_interleave() with a tensor")
@@ -85,7 +89,6 @@ class Sizes:
             return result
 
     def _index(self, mode: Any, x: torch.Tensor, indices: Any) -> torch.Tensor | None:
-        """Trace x[mask]."""
         if not indices or any(index is not None for index in indices[1:]):
             return None
         mask = indices[0]
@@ -101,7 +104,23 @@ class Sizes:
             self._need_whole("x[mask]")
         with mode:
             flat = x.flatten(0, mask.dim() - 1) if mask.dim() > 1 else x
-            return _rows_picked(flat, mask, rows, count) if kind == "in each row" else _all_picked(flat, mask, count)
+            if kind == "in each row":
+                return _rows_picked(flat, mask, rows, count)
+            places = _aten.nonzero_static.default(mask.reshape(-1), size=count)
+            return flat.index_select(0, places.squeeze(1))
+
+    def scatters_by_rows(self, mode: Any, args: Any) -> bool:
+        """Return whether a masked_scatter that is about to be traced works row by row in this batch.
+
+        A mask that depends on more than the inputs cannot be asked about.
+        """
+        if len(args) != 3 or not self._rows:
+            return False
+        target, mask, source = args
+        if target.dim() == 0 or target.shape[0] != self._rows or source.numel() % self._rows:
+            return False
+        read = partial(_each_row_full, row=tuple(target.shape[1:]), places=source.numel() // self._rows)
+        return bool(self._ask(mode, mask, read, "masked_scatter"))
 
     def _rows_of(self, mask: torch.Tensor) -> int:
         """Return how many entries of a mask's first axis belong to a row of the batch; 0 if it has no rows."""
@@ -117,20 +136,12 @@ class Sizes:
             )
 
 
-def _count(tensor: torch.Tensor) -> int:
-    return int(tensor.count_nonzero())
-
-
 def _numbers(tensor: torch.Tensor, in_rows: int) -> tuple[str, Any]:
     """Return the numbers of each row of the batch if all have the same, else all numbers.  in_rows: as in `_picked`."""
     numbers = tensor.tolist()
     if in_rows and all(numbers[i] == numbers[i % in_rows] for i in range(len(numbers))):
         return "of each row", numbers[:in_rows]
     return "of all", numbers
-
-
-def _total(repeats: torch.Tensor) -> int:
-    return int(repeats.sum())
 
 
 def _picked(mask: torch.Tensor, in_rows: int) -> tuple[str, int]:
@@ -145,11 +156,6 @@ def _picked(mask: torch.Tensor, in_rows: int) -> tuple[str, int]:
     return "in all", int(mask.sum())
 
 
-def _all_picked(flat: torch.Tensor, mask: torch.Tensor, count: int) -> torch.Tensor:
-    places = _aten.nonzero_static.default(mask.reshape(-1), size=count)
-    return flat.index_select(0, places.squeeze(1))
-
-
 def _rows_picked(flat: torch.Tensor, mask: torch.Tensor, rows: int, count: int) -> torch.Tensor:
     """Return `count` elements of each row, in order."""
     length, rest = flat.shape[0] // rows, flat.shape[1:]
@@ -160,20 +166,6 @@ def _rows_picked(flat: torch.Tensor, mask: torch.Tensor, rows: int, count: int) 
     return flat.reshape(rows, length, *rest).gather(1, order).reshape(rows * count, *rest)
 
 
-def scatters_by_rows(mode: Any, rows: int | None, args: Any, ask: Ask) -> bool:
-    """Return whether a masked_scatter that is about to be traced works row by row in this batch.
-
-    A mask that depends on more than the inputs cannot be asked about.
-    """
-    if len(args) != 3 or not rows:
-        return False
-    target, mask, source = args
-    if target.dim() == 0 or target.shape[0] != rows or source.numel() % rows:
-        return False
-    read = partial(_each_row_full, row=tuple(target.shape[1:]), places=source.numel() // rows)
-    return bool(ask(mode, mask, read, "masked_scatter"))
-
-
 def _each_row_full(mask: torch.Tensor, row: tuple[int, ...], places: int) -> bool:
     """Return whether each row of a mask, broadcast to rows of this shape, has this number of places."""
     if mask.dim() < len(row) + 1:
@@ -182,12 +174,24 @@ def _each_row_full(mask: torch.Tensor, row: tuple[int, ...], places: int) -> boo
     return bool((counts == places).all())
 
 
-def mark_by_rows(tracer: Any) -> None:
-    """Mark the op that was traced last as working row by row."""
-    node = next(iter(reversed(tracer.graph.nodes)))
-    node.meta["custom"] = {**node.meta.get("custom", {}), BY_ROWS: True}
-
-
 def is_by_rows(node: fx.Node) -> bool:
     """Return whether an op, or the op that it was made of, was marked as working row by row."""
     return bool((node.meta.get("custom") or {}).get(BY_ROWS))
+
+
+def is_data_dependent(error: Exception) -> bool:
+    """Return whether torch.export stopped because a size or a branch depends on the numbers in a tensor."""
+    name = type(error).__name__
+    return "data-dependent" in str(error) or "DataDependent" in name or "DynamicOutputShape" in name
+
+
+def size_fix(model: nn.Module) -> str:
+    """Return what the user can do where sizes depend on the numbers in a tensor."""
+    return SIZE_FIX + experts_fix(model)
+
+
+def experts_fix(model: nn.Module) -> str:
+    """Return the advice for a model whose implementation of experts can be chosen, as in transformers."""
+    supports = getattr(model, "_can_set_experts_implementation", None)
+    chosen = callable(getattr(model, "set_experts_implementation", None)) and (not callable(supports) or supports())
+    return '; here: call model.set_experts_implementation("grouped_mm")' if chosen else ""

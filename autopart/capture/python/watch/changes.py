@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain, repeat
 from typing import Any
 
@@ -40,7 +41,7 @@ class ModelWatch:
         self._orders = {module: _order(module) for module in model.modules() if module in observed.order}
         self._parameters = list(model.parameters())
         self._tensors = tensors_of(model)
-        readings = (reading.again() for reading in observed.readings.values())
+        readings = map(replace, observed.readings.values())  # with the values that they have now
         self._readings: list[Reading] = sorted(readings, key=lambda reading: reading.place)
         self._numbers = [(tensor, numbers_of(tensor)) for tensor in observed.numbers.values()]
         self._grads = list(map(_requires_grad, self._parameters))

@@ -11,6 +11,7 @@ import dis
 import functools
 import types
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ _DEPTH = 6
 _METHODS = (types.FunctionType, staticmethod, classmethod, property, functools.cached_property)
 
 
+@dataclass(eq=False)
 class Reading:
     """A name that forward() read: how to read it again, and the value that it had.
 
@@ -41,14 +43,14 @@ class Reading:
     in messages.  owner: the object whose attribute it is, or whose class has it; None for what functions mention.
     """
 
-    def __init__(self, home: Any, name: str, place: str, owner: Any = None) -> None:
-        self.home, self.name, self.place, self.owner = home, name, place, owner
+    home: Any
+    name: str
+    place: str
+    owner: Any = None
+
+    def __post_init__(self) -> None:
         self.value = self.now()
         self._before = fingerprint(self.value)
-
-    def again(self) -> Reading:
-        """Return a reading of the same name, with the value that it has now."""
-        return Reading(self.home, self.name, self.place, self.owner)
 
     def now(self) -> Any:
         """Return the value that it has now."""
@@ -165,7 +167,9 @@ class Surroundings:
         for name in ("__code__", "__defaults__", "__kwdefaults__"):
             self.note(function, name, f"{function.__qualname__}.{name}")
         names = _words(function)
-        for name in sorted(_globals(function) & function.__globals__.keys()):
+        steps = (step for code in _codes(function.__code__) for step in dis.get_instructions(code))
+        looked_up = {step.argval for step in steps if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+        for name in sorted(looked_up & function.__globals__.keys()):
             if not name.startswith("__"):
                 self._mentioned(function.__globals__, name, f"{function.__module__}.{name}", names)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -211,12 +215,6 @@ def mentions(readings: Iterable[Reading], word: str) -> bool:
 def _words(function: types.FunctionType) -> set[str]:
     """Return the names that a function mentions: globals and attributes."""
     return {name for code in _codes(function.__code__) for name in code.co_names}
-
-
-def _globals(function: types.FunctionType) -> set[str]:
-    """Return the names that a function looks up in its module, and not as attributes."""
-    found = (step for code in _codes(function.__code__) for step in dis.get_instructions(code))
-    return {step.argval for step in found if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:

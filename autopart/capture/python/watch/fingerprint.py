@@ -7,6 +7,7 @@ compared by itself (`observed`).  Any other object is compared by all its attrib
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import logging
@@ -77,20 +78,20 @@ def containers(value: Any) -> tuple[list[Any], bool]:
     """
     seen: set[int] = set()
     found: list[Any] = []
-    return found, _may_change(value, found, seen, _DEPTH)
 
+    def may_change(value: Any, depth: int) -> bool:
+        if is_plain(value) or depth == 0 or id(value) in seen or is_followed(value):
+            return False
+        seen.add(id(value))
+        inner = parts(value)
+        if inner is not None:
+            found.extend(w for w in (value, attributes_of(value)) if isinstance(w, (dict, list, set, deque)))
+        unlisted = isinstance(value, _CONTAINERS) and (len(value) > _MOST or not isinstance(value, _LISTED))
+        if unlisted or _state(value) is not None or _slots(value):
+            return True
+        return any([may_change(part, depth - 1) for _, part in inner or ()])
 
-def _may_change(value: Any, found: list[Any], seen: set[int], depth: int) -> bool:
-    if is_plain(value) or depth == 0 or id(value) in seen or is_followed(value):
-        return False
-    seen.add(id(value))
-    inner = parts(value)
-    if inner is not None:
-        found += [whole for whole in (value, attributes_of(value)) if isinstance(whole, (dict, list, set, deque))]
-    unlisted = isinstance(value, _CONTAINERS) and (len(value) > _MOST or not isinstance(value, _LISTED))
-    if unlisted or _state(value) is not None or _slots(value):
-        return True
-    return any([_may_change(part, found, seen, depth - 1) for _, part in inner or ()])
+    return found, may_change(value, _DEPTH)
 
 
 def parts(value: Any) -> list[tuple[Any, Any]] | None:
@@ -112,7 +113,7 @@ def parts(value: Any) -> list[tuple[Any, Any]] | None:
     if isinstance(held, dict) and len(held) <= _MOST:
         found = [*(found or ()), *held.items()]
     slots = _slots(value)
-    return [*(found or ()), *((name, object.__getattribute__(value, name)) for name in slots)] if slots else found
+    return [*(found or ()), *slots] if slots else found
 
 
 def is_followed(value: Any) -> bool:
@@ -133,22 +134,18 @@ def _followed_kind(kind: Any) -> bool:
     return not standard and home.split(".")[0] not in ("torch", "numpy", "autopart")
 
 
-def _slots(value: Any) -> list[str]:
-    """Return the slots of an object that are filled; none for objects of the standard library."""
+def _slots(value: Any) -> list[tuple[Any, Any]]:
+    """Return the slots of an object that are filled, by name; none for objects of the standard library."""
     kind = type(value)
     if isinstance(value, _BY_IDENTITY) or kind in _PLAIN or (from_library(kind) and not is_followed(value)):
         return []
     listed = [vars(base)["__slots__"] for base in kind.__mro__ if "__slots__" in vars(base)]
-    names = [name for slots in listed for name in ([slots] if isinstance(slots, str) else slots)]
-    return [name for name in names if name not in ("__dict__", "__weakref__") and _filled(value, name)]
-
-
-def _filled(value: Any, name: str) -> bool:
-    try:
-        object.__getattribute__(value, name)
-    except AttributeError:
-        return False
-    return True
+    found = []
+    for name in (name for slots in listed for name in ([slots] if isinstance(slots, str) else slots)):
+        with contextlib.suppress(AttributeError):
+            if name not in ("__dict__", "__weakref__"):
+                found.append((name, object.__getattribute__(value, name)))
+    return found
 
 
 def attributes_of(value: Any) -> Any:

@@ -14,7 +14,7 @@ import sys
 import threading
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,14 +57,13 @@ class Observed:
 class Observer:
     """Notes in `observed` what forward() and other functions read of modules and objects, and what they change."""
 
-    def __init__(self, models: Sequence[nn.Module], functions: Sequence[Any], observed: Observed) -> None:
+    def __init__(self, models: Sequence[nn.Module], loss_fn: Any, observed: Observed) -> None:
         self._observed = observed
         self._around = Surroundings()
         self._paths = {id(module): (path, module) for model in models for path, module in model.named_modules()}
         self._around.objects.update({key: (module, path) for key, (path, module) in self._paths.items()})
-        for function in functions:
-            if not isinstance(function, nn.Module):
-                self._around.note({"loss_fn": function}, "loss_fn", "loss_fn")
+        if loss_fn is not None and not isinstance(loss_fn, nn.Module):
+            self._around.note({"loss_fn": loss_fn}, "loss_fn", "loss_fn")
         for path, module in self._paths.values():
             self._around.reach(module, path)
         self._noted: set[tuple[int, str]] = set()
@@ -92,21 +91,19 @@ class Observer:
         if constants_asked:
             self._observed.numbers.update(self._constants)
         for reading in list(self._around.found.values()):
-            if reading.changed():
-                self._judge(reading)
+            if not reading.changed():
+                continue
+            tensors = isinstance(reading.value, torch.Tensor) and isinstance(reading.now(), torch.Tensor)
+            if reading.owner is not None and tensors:
+                self._observed.kept[reading.place] = reading.value
+            elif reading.owner is not None or not reading.filled():
+                path = self._paths.get(id(reading.owner), ("", None))[0]
+                self._observed.changed.append(_changed(reading, path))
         for key, (owner, before) in self._written.items():
             now = (attributes_of(owner) or {}).get(key[1], ABSENT)
             if key not in self._by_torch and fingerprint(now) != before:
                 self._observed.kept.setdefault(_joined(self._around.objects[key[0]][1], key[1]), None)
         self._observed.readings.update(self._around.found)
-
-    def _judge(self, reading: Reading) -> None:
-        now = reading.now()
-        if reading.owner is not None and isinstance(reading.value, torch.Tensor) and isinstance(now, torch.Tensor):
-            self._observed.kept[reading.place] = reading.value
-        elif reading.owner is not None or not reading.filled():
-            path = self._paths.get(id(reading.owner), ("", None))[0]
-            self._observed.changed.append(_changed(reading, path))
 
     def _follow(self) -> None:
         """Intercept the classes of all objects that were reached so far."""
@@ -123,42 +120,45 @@ class Observer:
         look_up, assign = kind.__getattribute__, kind.__setattr__
 
         def read(thing: Any, name: str) -> Any:
-            return self.read(look_up, thing, name)
+            try:
+                return look_up(thing, name)
+            finally:
+                if threading.get_ident() == self._tracer and (name[:2] != "__" or name in _WHOLES):
+                    self._read(thing, name, sys._getframe(1).f_code)
 
         def write(thing: Any, name: str, value: Any) -> None:
-            self.write(assign, thing, name, value)
+            if threading.get_ident() == self._tracer:
+                self._write(thing, name, sys._getframe(1))
+            assign(thing, name, value)
 
         for name, replacement in (("__getattribute__", read), ("__setattr__", write)):
             before = vars(kind).get(name, ABSENT)
             with contextlib.suppress(TypeError):
                 type.__setattr__(kind, name, replacement)
-                self._patches.callback(_put_back, kind, name, before)
+                if before is ABSENT:
+                    self._patches.callback(type.__delattr__, kind, name)
+                else:
+                    self._patches.callback(type.__setattr__, kind, name, before)
 
-    def read(self, look_up: Callable[[Any, str], Any], thing: Any, name: str) -> Any:
-        """Read an attribute, and note it."""
-        try:
-            return look_up(thing, name)
-        finally:
-            if threading.get_ident() == self._tracer and (name[:2] != "__" or name in _WHOLES):
-                self._read(thing, name, sys._getframe(2).f_code)
-
-    def write(self, assign: Callable[[Any, str, Any], None], thing: Any, name: str, value: Any) -> None:
-        """Assign an attribute, and note it."""
+    def _write(self, thing: Any, name: str, frame: types.FrameType) -> None:
         key = (id(thing), name)
-        new = key not in self._noted and key[0] in self._around.objects
-        if new and threading.get_ident() == self._tracer and not _is_torchs_own(thing, name):
-            if key not in self._written:
-                self._written[key] = thing, fingerprint((attributes_of(thing) or {}).get(name, ABSENT))
-            if _writer(sys._getframe(2)).co_filename.startswith(_TORCH):
-                self._by_torch.add(key)
-        assign(thing, name, value)
+        if key in self._noted or key[0] not in self._around.objects or _is_torchs_own(thing, name):
+            return
+        if key not in self._written:
+            self._written[key] = thing, fingerprint((attributes_of(thing) or {}).get(name, ABSENT))
+        while frame.f_code.co_name == "__setattr__" and frame.f_back is not None:  # through methods that assign
+            frame = frame.f_back
+        if frame.f_code.co_filename.startswith(_TORCH):
+            self._by_torch.add(key)
 
     def _read(self, thing: Any, name: str, code: types.CodeType) -> None:
         key = (id(thing), name)
         if self._busy or key in self._noted or key[0] not in self._around.objects:
             return
         whole = name in _WHOLES
-        if whole and (code.co_filename == functools.__file__ or _looks_for_one(code)):
+        # nn.Module's own functions look for one name, in no order, but for `__dir__`
+        for_one = code.co_filename == nn.modules.module.__file__ and code.co_name != "__dir__"
+        if whole and (for_one or code.co_filename == functools.__file__):
             return
         if isinstance(thing, nn.Module):
             if name == "training" or whole:
@@ -183,26 +183,16 @@ class Observer:
             self._around.note(thing, name, place, thing)
         elif held is None or hasattr(type(inherited), "__set__"):
             self._around.note(kind, name, f"{kind.__qualname__}.{name}", thing)
-        elif inherited is not ABSENT or not isinstance(thing, nn.Module) or not _is_registered(held, name):
-            self._around.note(held, name, place, thing)
+        else:
+            absent = inherited is ABSENT and isinstance(thing, nn.Module) and name not in held
+            if not (absent and any(name in held[registry] for registry in _REGISTRIES)):
+                self._around.note(held, name, place, thing)
 
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 _WHOLES = frozenset((WHOLE, "__reduce_ex__", "__getstate__", "__copy__", "__deepcopy__", "__dir__"))
 """Reads that return all attributes at once."""
 _TORCH = str(Path(torch.__file__).parent)
-
-
-def _looks_for_one(code: types.CodeType) -> bool:
-    """Return whether a function is one of nn.Module's own, which look for one name, in no order, but for `__dir__`."""
-    return code.co_filename == nn.modules.module.__file__ and code.co_name != "__dir__"
-
-
-def _writer(frame: types.FrameType) -> types.CodeType:
-    """Return the code that assigns an attribute, through methods that do."""
-    while frame.f_code.co_name == "__setattr__" and frame.f_back is not None:
-        frame = frame.f_back
-    return frame.f_code
 
 
 def _is_torchs_own(thing: Any, name: str) -> bool:
@@ -212,19 +202,8 @@ def _is_torchs_own(thing: Any, name: str) -> bool:
     return name in MODULES_OWN or (hidden and name not in _WHOLES)
 
 
-def _is_registered(held: Mapping[str, Any], name: str) -> bool:
-    return name not in held and any(name in held[registry] for registry in _REGISTRIES)
-
-
 def _joined(path: str, name: str) -> str:
     return f"{path}.{name}" if path and name != WHOLE else path or name
-
-
-def _put_back(kind: type, name: str, before: Any) -> None:
-    if before is ABSENT:
-        type.__delattr__(kind, name)
-    else:
-        type.__setattr__(kind, name, before)
 
 
 class _Numbers(TorchFunctionMode):

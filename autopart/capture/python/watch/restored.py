@@ -40,8 +40,12 @@ def left_as_it_was(models: Sequence[nn.Module]) -> Iterator[Callable[[], None]]:
 
     Yields a function that removes traced tensors and keeps all else, for a body that runs forward() once more.
     """
-    held = [(home, dict(home)) for model in models for module in model.modules() for home in _homes(module)]
-    around = _Around([module for model in models for module in model.modules()])
+    modules = [module for model in models for module in model.modules()]
+    own = [vars(module) for module in modules]
+    # with the dictionaries that torch keeps among a module's attributes: parameters, buffers, hooks
+    inner = [names[name] for names in own for name in _OWN if isinstance(names.get(name), dict)]
+    held = [(home, dict(home)) for home in (*own, *inner)]
+    around = _Around(modules)
 
     def settle() -> None:
         for home, before in held:
@@ -56,12 +60,6 @@ def left_as_it_was(models: Sequence[nn.Module]) -> Iterator[Callable[[], None]]:
                 home.clear()
                 home.update(before)
         around.clean()
-
-
-def _homes(module: nn.Module) -> list[dict[str, Any]]:
-    """Return a module's attributes, and the dictionaries that torch keeps among them: parameters, buffers, hooks."""
-    own = vars(module)
-    return [own, *(own[name] for name in _OWN if isinstance(own.get(name), dict))]
 
 
 class _Around:

@@ -20,8 +20,8 @@ from autopart.passes.graph.frozen import frozen_end
 from autopart.planning.derive.reduction import WHOLE, coupling_ops, family_of_batch, row_layouts
 from autopart.planning.derive.rows import mark_rows
 from autopart.runtime.stages.stage_module import StageModule
-from autopart.stagecode.graph_text import text_of
 from autopart.stagecode.split import cut
+from autopart.stagecode.stage_graph import text_of
 
 Tensors = Mapping[str, torch.Tensor]
 _WHAT = "activations at the end of the frozen layers cannot be kept by sample"

@@ -24,7 +24,7 @@ from autopart.ir.plan import Plan
 from autopart.ir.timeline import Timeline
 from autopart.launcher import living_devices
 from autopart.options import OPTIONS, OptimizerLike, Options, OptionsDict, PlanLike, read_options
-from autopart.passes.ops.model_flops import model_flops
+from autopart.passes.ops.flops import model_flops
 from autopart.passes.simulation.estimate import timeline_of
 from autopart.pipe.compare import Verification, verify_step
 from autopart.pipe.pipe import Pipe

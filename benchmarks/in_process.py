@@ -37,7 +37,7 @@ from autopart.pipe.compare import (
     plain_outcome,
     precision_of,
 )
-from autopart.planning.derive.reduction import couples_rows
+from autopart.planning.derive.reduction import coupling_ops
 from autopart.planning.make import Planned, make_plan
 from autopart.runtime.stages.stage import StageRunner
 from autopart.runtime.tensors import LocalTensors
@@ -204,7 +204,7 @@ def verify_here(model: nn.Module, sample: Any, options: Options, plain: Outcome 
     made = _planned(model, batch, options)
     graph, rows = made.captured.graph, made.plan.micro_rows
     found, reference = _played(made, batch), PLAIN
-    random, couples = any(op.random for op in graph.ops), couples_rows(graph)
+    random, couples = any(op.random for op in graph.ops), bool(coupling_ops(graph))
     if random or (couples and made.rule.reduction.adjusted):
         reference, alone = RANDOM if random else TERMS, replace(options, stages=1, micro_batches=len(rows))
         plain = _played(_planned(model, batch, alone), batch)

@@ -177,7 +177,7 @@ class Graph:
 
     size: of the micro-batch that the shapes are for.  inputs: tensor inputs in the order of the flattened batch.
     outputs: results, the loss first if there is one.  updates: (buffer name, value that replaces it) after each
-    micro-batch, or once a step (`loss.steady`).  before: frozen tensors that are used in front of this graph, if it
+    micro-batch, or once a step (`loss.analysis`).  before: frozen tensors that are used in front of this graph, if it
     begins behind frozen layers; the first stage holds them.
     """
 

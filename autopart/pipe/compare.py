@@ -34,7 +34,7 @@ from autopart.ir.graph import Graph
 from autopart.options import Options
 from autopart.passes.program.schedules import find
 from autopart.pipe.pipe import Pipe
-from autopart.planning.derive.reduction import couples_rows, coupling_ops
+from autopart.planning.derive.reduction import coupling_ops
 from autopart.report.plan_table import table_lines
 from autopart.runtime.tensors import dense
 from autopart.session.ranks.agreement import from_rank
@@ -161,7 +161,7 @@ def verify_step(
                 fix="verify with replicas=1, or, if these are the statistics of batch norms, with sync_batchnorm=True",
             )
             raise session.world.known(error)
-        random, couples = any(op.random for op in graph.ops), couples_rows(graph)
+        random, couples = any(op.random for op in graph.ops), bool(coupling_ops(graph))
         expected: Outcome | None = None
         if random or (couples and shares is None):
             reference = RANDOM if random else TERMS

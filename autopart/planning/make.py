@@ -28,7 +28,7 @@ from autopart.ir.graph import Graph, LossReduction, Size
 from autopart.ir.plan import Alternative, Plan, Precision
 from autopart.ir.program import BUCKET_BYTES
 from autopart.options import Options
-from autopart.passes.graph.module_groups import wanted_groups
+from autopart.passes.graph.cuts import wanted_groups
 from autopart.passes.ops.cost_model import CostModel
 from autopart.passes.ops.table import registered
 from autopart.passes.pipeline import PlannerInput, build

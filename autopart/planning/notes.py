@@ -6,7 +6,7 @@ from autopart.costs.optimizer_state import narrowest_bytes
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan
 from autopart.options import Options
-from autopart.planning.derive.reduction import couples_rows, coupling_ops
+from autopart.planning.derive.reduction import coupling_ops
 
 
 def notes_on(options: Options, plan: Plan, graph: Graph) -> tuple[str, ...]:
@@ -23,7 +23,7 @@ def notes_on(options: Options, plan: Plan, graph: Graph) -> tuple[str, ...]:
         notes += [
             f"{name} has no effect: no stage of this plan has replicas" for name, given in replicas.items() if given
         ]
-    elif options.sync_batchnorm and not couples_rows(graph):
+    elif options.sync_batchnorm and not coupling_ops(graph):
         notes.append("sync_batchnorm=True has no effect: the model takes no batch statistics")
     if options.master_weights and narrowest_bytes(graph) >= 4:
         notes.append("master_weights=True has no effect: no trained parameter is in bf16 or fp16")

@@ -17,7 +17,7 @@ from autopart.ir.plan import Plan
 from autopart.ir.shares import parts
 from autopart.options import Options
 from autopart.planning.derive.family import ProgramFamily
-from autopart.planning.derive.reduction import WHOLE, couples_rows, loss_reduction
+from autopart.planning.derive.reduction import WHOLE, coupling_ops, loss_reduction
 from autopart.planning.derive.token_axis import WHOLE_SEQUENCES, AskedSlices
 
 MOST_MICRO_BATCHES = 1 << 16
@@ -127,7 +127,7 @@ def with_reduction(task: PlanningTask, family: ProgramFamily, splits: Splits) ->
     """
     options = task.options
     unasked = options.replicas is None and task.to_run
-    if unasked and couples_rows(family.base.graph, synced=options.sync_batchnorm):
+    if unasked and coupling_ops(family.base.graph, synced=options.sync_batchnorm):
         task = without_replicas(task, OWN_STATISTICS)
         options = task.options
     whole = all(len(micro_rows) == 1 for micro_rows in splits)

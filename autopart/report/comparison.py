@@ -1,7 +1,7 @@
 """Draw several plans of one model, a line each: of several clusters, or of several wishes.
 
 What a plan would deliver: samples and tokens per second, model FLOPs utilisation (MFU), memory, and money.  MFU is the
-FLOPs of the model (`passes.ops.model_flops`) over those that all devices could do at their peak rates in the time of a
+FLOPs of the model (`passes.ops.flops`) over those that all devices could do at their peak rates in the time of a
 step.  The peak is that of the dtype of most of them.
 """
 

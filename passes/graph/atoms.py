@@ -48,18 +48,14 @@ def atoms(graph: Graph) -> Graph:
         needs.append(mask)
         if op.name not in free:
             cost = sum((graph.ops[j].cost for j in _bits(mask & ~charged)), Cost()) + op.cost
-            kept.append(_atom(op, [graph.ops[j] for j in _bits(mask)], free, graph, maker, cost))
+            run = [*(graph.ops[j] for j in _bits(mask)), op]
+            reads = [r for o in run for r in o.reads if r not in maker or graph.ops[maker[r]].name not in free]
+            params = tuple(dict.fromkeys(p for o in run for p in o.params))
+            parts = tuple(o.name for o in run)
+            kept.append(replace(op, reads=tuple(dict.fromkeys(reads)), params=params, parts=parts, cost=cost))
             charged |= mask
     alive = {*graph.inputs, *(w for op in kept for w in op.writes)}
     return replace(graph, ops=tuple(kept), values=tuple(v for v in graph.values if v.name in alive))
-
-
-def _atom(op: Op, clones: list[Op], free: frozenset[str], graph: Graph, maker: dict[str, int], cost: Cost) -> Op:
-    """`op` and its clones as one op: their reads from outside, and their parameters, each once and in order."""
-    run = [*clones, op]
-    reads = dict.fromkeys(r for o in run for r in o.reads if r not in maker or graph.ops[maker[r]].name not in free)
-    params = dict.fromkeys(p for o in run for p in o.params)
-    return replace(op, reads=tuple(reads), params=tuple(params), parts=tuple(o.name for o in run), cost=cost)
 
 
 def free_ops(graph: Graph) -> frozenset[str]:

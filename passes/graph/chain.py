@@ -40,9 +40,11 @@ class RangeCosts:
         return np.asarray(sums[None, :] - sums[:, None])
 
     @cached_property
-    def scratch(self) -> Ints:
-        """[a, b]: bytes of the largest scratch in the range."""
-        return largest(self.blocks[FIELDS.index("scratch_bytes")])
+    def largest(self) -> dict[str, Ints]:
+        """By kind of cost, [a, b]: the most of it, in its unit, that one block of the range has."""
+        return {
+            field: largest(self.blocks[FIELDS.index(field)]) for field in ("saved_bytes", "scratch_bytes", "tail_ns")
+        }
 
     @cached_property
     def kept(self) -> Ints:
@@ -59,16 +61,6 @@ class RangeCosts:
         for a in range(n - 1):
             result[a, a + 2 :] = np.minimum.accumulate(self.crossing[a + 1 : n])
         return result
-
-    @cached_property
-    def longest_tail(self) -> Ints:
-        """[a, b]: the longest end of a block in the range that does not run again, in nanoseconds."""
-        return largest(self.blocks[FIELDS.index("tail_ns")])
-
-    @cached_property
-    def heaviest(self) -> Ints:
-        """[a, b]: the most bytes that one block of the range saves."""
-        return largest(self.blocks[FIELDS.index("saved_bytes")])
 
 
 def largest(amounts: Ints) -> Ints:
@@ -97,7 +89,11 @@ class BlockChain:
         most = [max((sizes.get(name, 0) for name in op.params), default=0) for op in blocks.ops]
         self.largest_trained = largest(np.array(most, dtype=np.int64))
         self.captured, self.cost_model = captured, cost_model
-        self._block_of_op = _block_of_op(blocks, captured)
+        owner: dict[str, int] = {}  # the first block that holds each captured op
+        for i, block in enumerate(blocks.ops):
+            for part in block.parts or (block.name,):
+                owner.setdefault(part, i)
+        self._block_of_op = np.array([owner[op.name] for op in captured.ops], dtype=np.int64)
         self._in_tail = _in_tail(captured, self._block_of_op.tolist())
         self._range_costs: dict[tuple[Size, int], RangeCosts] = {}
 
@@ -131,15 +127,6 @@ class BlockChain:
         sizes = np.array([v.size_bytes for v in values], dtype=np.int64)
         forward = replace(resized, values=tuple(replace(v, grad=False) for v in values))
         return RangeCosts(sums.astype(np.int64), sizes, enters, returns, crossing_bytes(forward))
-
-
-def _block_of_op(blocks: Graph, captured: Graph) -> Ints:
-    """The first block that holds each captured op."""
-    owner: dict[str, int] = {}
-    for i, block in enumerate(blocks.ops):
-        for part in block.parts or (block.name,):
-            owner.setdefault(part, i)
-    return np.array([owner[op.name] for op in captured.ops], dtype=np.int64)
 
 
 def _in_tail(captured: Graph, block_of_op: Sequence[int]) -> Ints:

@@ -188,7 +188,7 @@ def _compact(graph: Graph, segment: list[int], blocks: int) -> list[list[int]]:
     together unless the cheapest cut lies between them; a single heavy op may exceed them.
     """
     n = len(graph.ops)
-    time_sum, held_sum = (_sums(weights) for weights in _weights(graph))
+    time_sum, held_sum = ([0, *accumulate(weights)] for weights in _weights(graph))
     crossing = crossing_bytes(graph)
     begin = list(range(-1, n))  # begin[b]: where the block before boundary b starts
     end = list(range(1, n + 2))  # end[b]: where the block after it ends
@@ -241,10 +241,6 @@ def _cheapest(bounds: list[int], crossing: Ints, most: int) -> set[int]:
     return {*below, *(equal[i * len(equal) // wanted] for i in range(wanted))}
 
 
-def _sums(weights: list[int]) -> list[int]:
-    return [0, *accumulate(weights)]
-
-
 def _glued(graph: Graph, segment: list[int]) -> set[int]:
     """Boundaries that would separate the uses of an updated buffer, or a use and its update."""
     writer = {w: i for i, op in enumerate(graph.ops) for w in op.writes}
@@ -284,21 +280,17 @@ def merge(graph: Graph, groups: Sequence[Sequence[int]]) -> Graph:
 
 def _block(name: str, ops: list[Op], kept: set[str]) -> Op:
     inside = {w for op in ops for w in op.writes}
+    levels = zip(*(op.module.split(".") for op in ops), strict=False)
+    common = takewhile(lambda level: len(set(level)) == 1, levels)  # the longest module path that all ops lie in
     return Op(
         name=name,
         target="block",
         reads=tuple(dict.fromkeys(r for op in ops for r in op.reads if r not in inside)),
         writes=tuple(w for op in ops for w in op.writes if w in kept),
         params=tuple(dict.fromkeys(p for op in ops for p in op.params)),
-        module=_common_module([op.module for op in ops]),
+        module=".".join(level[0] for level in common),
         where=ops[0].where,
         random=any(op.random for op in ops),
         parts=tuple(dict.fromkeys(part for op in ops for part in op.parts or (op.name,))),
         cost=sum((op.cost for op in ops), Cost()),
     )
-
-
-def _common_module(modules: list[str]) -> str:
-    """The longest module path that all of these lie in."""
-    levels = zip(*(module.split(".") for module in modules), strict=False)
-    return ".".join(level[0] for level in takewhile(lambda level: len(set(level)) == 1, levels))

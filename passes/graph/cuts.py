@@ -1,4 +1,4 @@
-"""Cuts of a row of ops: the bytes that cross them, and where the user wants them.
+"""Cuts of a row of ops: the bytes that cross them, and where the user wants them; modules by patterns of their paths.
 
 Place i is the i-th op of a graph.  Boundary b lies before place b; boundary 0 is the start of the row, boundary n its
 end.  The stage [a, b) holds places a to b - 1.  A graph input counts as written at place 0, because the first stage
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import difflib
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,7 @@ from autopart.ir.graph import Graph, Op
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
+Groups = tuple[tuple[str, ...], ...]
 
 
 def crossing_bytes(graph: Graph) -> Ints:
@@ -137,15 +139,15 @@ def _inside(op: Op, path: str) -> bool:
     return f"{op.module}.".startswith(f"{path}.")
 
 
-def module_paths(graph: Graph) -> dict[str, list[str]]:
+def _module_paths(graph: Graph) -> dict[str, list[str]]:
     """For each module with ops, its path and those of the modules around it, the outermost first.  O(ops)."""
     modules = {op.module: op.module.split(".") for op in graph.ops if op.module}
     return {module: [".".join(words[: k + 1]) for k in range(len(words))] for module, words in modules.items()}
 
 
-def nearest_paths(graph: Graph, path: str) -> str:
+def _nearest_paths(graph: Graph, path: str) -> str:
     """Advice for a path that no module has: the nearest ones; "" where there are none."""
-    paths = dict.fromkeys(path for parents in module_paths(graph).values() for path in parents)
+    paths = dict.fromkeys(path for parents in _module_paths(graph).values() for path in parents)
     near = difflib.get_close_matches(path, paths, n=3, cutoff=0.0)
     return f"the nearest paths are {', '.join(near)}" if near else ""
 
@@ -154,7 +156,7 @@ def _no_module(graph: Graph, path: str) -> UsageError:
     return UsageError(
         f"{path!r} is not a module of the model in which a stage could begin or stay",
         why="no op runs in a module of that path",
-        fix=nearest_paths(graph, path),
+        fix=_nearest_paths(graph, path),
     )
 
 
@@ -166,3 +168,55 @@ def forced_bounds(blocks: Graph, fine: Graph, cuts: Sequence[str]) -> tuple[int,
     segment = dict(zip((op.name for op in fine.ops), segments(fine, cuts), strict=True))
     ends = [segment[(op.parts or (op.name,))[-1]] for op in blocks.ops]
     return tuple(b for b in range(1, len(ends)) if ends[b] != ends[b - 1])
+
+
+def wanted_groups(graph: Graph, wanted: str | Sequence[str], own: Groups) -> tuple[str, Groups]:
+    """What the planner may recompute ("auto", "off" or "all"), and groups of ops that are recomputed in any case.
+
+    wanted: the user's option: such a word, or patterns of modules, then nothing else is recomputed.  own: groups that
+    the model itself recomputes, which count for "auto".  Raises UsageError.
+    """
+    if isinstance(wanted, str):
+        return wanted, own if wanted == "auto" else ()
+    return "off", module_groups(graph, wanted)
+
+
+def module_groups(graph: Graph, patterns: Sequence[str]) -> Groups:
+    """The ops of each module that fits a pattern, in the order of the graph; of nested modules the outermost counts.
+
+    Patterns are those of `fnmatch`, in which a star stands for dots too: "model.layers.*" is every layer as a whole.
+    Raises UsageError for a pattern that fits no module with ops.  O(paths * patterns + ops).
+    """
+    home = outermost_fitting(graph, patterns, "recompute=", 'use "auto", "off" or "all"')
+    groups: dict[str, list[str]] = {}
+    for op in graph.ops:
+        if op.module in home:
+            groups.setdefault(home[op.module], []).append(op.name)
+    return tuple(map(tuple, groups.values()))
+
+
+def outermost_fitting(graph: Graph, patterns: Sequence[str], option: str, otherwise: str = "") -> dict[str, str]:
+    """Return by module with ops the outermost module around it, or itself, that fits a pattern.
+
+    option, otherwise: for errors, where the patterns come from and what else could be given there.  Raises UsageError
+    as `module_groups`.
+    """
+    paths = {path for chain in _module_paths(graph).values() for path in chain}
+    chosen: set[str] = set()
+    for pattern in patterns:
+        fitting = {path for path in paths if fnmatchcase(path, pattern)}
+        if not fitting:
+            near = _nearest_paths(graph, pattern)
+            raise UsageError(
+                f"{pattern!r} of {option} fits no module of the model",
+                why="no op runs in a module of such a path",
+                fix="; or ".join(filter(None, [near and f"{near}, and a star stands for any part of one", otherwise])),
+            )
+        chosen |= fitting
+    return outermost(graph, chosen.__contains__)
+
+
+def outermost(graph: Graph, fits: Callable[[str], object]) -> dict[str, str]:
+    """Return by module with ops the outermost module around it, or itself, whose path fits.  O(ops)."""
+    found = {module: [path for path in chain if fits(path)] for module, chain in _module_paths(graph).items()}
+    return {module: paths[0] for module, paths in found.items() if paths}

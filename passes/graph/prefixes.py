@@ -2,7 +2,8 @@
 
 A prefix is a set of layers with everything before them: if one of its ops depends on a parameter, that parameter is in
 the prefix too.  Its ops then need no backward.  In a chain the first n layers are a prefix; of an encoder and a decoder
-that reads it, the first layers of both, but a decoder layer that reads the encoder only with all of the encoder.
+that reads it, the first layers of both, but a decoder layer that reads the encoder only with all of the encoder.  Where
+a prefix is frozen, a step may begin with the values at its end, if they are known of every sample.
 """
 
 from __future__ import annotations
@@ -13,8 +14,7 @@ from dataclasses import dataclass
 
 from autopart.ir.errors import UsageError, shortened
 from autopart.ir.graph import Graph
-from autopart.passes.graph.cuts import module_paths
-from autopart.passes.graph.module_groups import outermost_fitting
+from autopart.passes.graph.cuts import outermost, outermost_fitting
 
 _NUMBERED = re.compile(r"(?:.*\.)?\d+")
 
@@ -41,12 +41,7 @@ def layers_of(graph: Graph, patterns: Sequence[str] = ()) -> tuple[Layer, ...]:
     outermost modules with a number as their last name, as in a ModuleList, that have parameters.  Raises UsageError
     where there are none.  O(ops * (layers + parameters) / word).
     """
-    parents = module_paths(graph)
-    if patterns:
-        layer_of = outermost_fitting(graph, patterns, "layers=")
-    else:
-        found = {module: [path for path in chain if _NUMBERED.fullmatch(path)] for module, chain in parents.items()}
-        layer_of = {module: paths[0] for module, paths in found.items() if paths}
+    layer_of = outermost_fitting(graph, patterns, "layers=") if patterns else outermost(graph, _NUMBERED.fullmatch)
     learned = {p.name for p in graph.params if p.kind == "param"}
     used: dict[str, set[str]] = {}
     for op in graph.ops:
@@ -118,3 +113,28 @@ def prefix_of(layers: Sequence[Layer], wanted: int | Collection[str]) -> tuple[L
                 fix=f"freeze {first} as well, or leave {name} out",
             )
     return tuple(layer for layer in layers if layer.name in names)
+
+
+def frozen_end(graph: Graph) -> tuple[str, ...]:
+    """Return the values at the end of the frozen prefix, in captured order; () if nothing is frozen.
+
+    They depend on the rows of the inputs and on the model's tensors, but on nothing that learns; what reads them learns
+    or follows from something that does, or returns them.  graph: with `Value.rows_axis` of its inputs.  O(reads).
+    """
+    learning = graph.learning_ops()
+    tensors = {param.name for param in graph.params if param.kind != "constant"}
+    rowed = {value.name for value in graph.values if value.name in graph.inputs and value.rows_axis is not None}
+    of_model, learned = set[str](), set[str]()
+    prefix: list[str] = []
+    wanted = {*graph.outputs, *(value for _, value in graph.updates)}
+    for op in graph.ops:
+        if op.name in learning or not learned.isdisjoint(op.reads):
+            learned.update(op.writes)
+            wanted.update(op.reads)
+            continue
+        if not (of_model.isdisjoint(op.reads) and tensors.isdisjoint(op.params)):
+            of_model.update(op.writes)
+        if not rowed.isdisjoint(op.reads):
+            rowed.update(op.writes)
+        prefix.extend(op.writes)
+    return tuple(name for name in prefix if name in of_model and name in rowed and name in wanted)

@@ -12,10 +12,7 @@ from fractions import Fraction
 
 from autopart.ir.graph import Graph, LossReduction, Value
 from autopart.passes.loss.masks import Masks
-from autopart.passes.loss.move_rules import MOVE_RULES, NO_RULE, create, is_zero
-from autopart.passes.loss.steady import steady_updates
-from autopart.passes.loss.term_rules import averaged
-from autopart.passes.loss.terms import of_terms
+from autopart.passes.loss.rules import NO_RULE, RULES, averaged, create, is_zero, of_terms
 from autopart.passes.ops.context import OpContext
 from autopart.passes.ops.placement import (
     CONSTANT,
@@ -28,25 +25,13 @@ from autopart.passes.ops.placement import (
     RowPlacement,
     RuleExit,
 )
-from autopart.passes.ops.propagation import Rule, by_letters, cast, divide
+from autopart.passes.ops.propagation import Rule, by_letters, cast
 from autopart.passes.ops.row import CREATION, POINTWISE
 from autopart.passes.ops.table import op_name
 
-_RULES: dict[str, Rule] = {**MOVE_RULES, **dict.fromkeys(("div", "true_divide"), divide)}
-_LIMITS = {
-    "clamp",
-    "clamp_min",
-    "clamp_max",
-    "clip",
-    "minimum",
-    "maximum",
-    "min",
-    "max",
-    "fmin",
-    "fmax",
-    "sign",
-    "relu",
-}
+_LIMITS = frozenset(
+    ["clamp", "clamp_min", "clamp_max", "clip", "minimum", "maximum", "min", "max", "fmin", "fmax", "sign", "relu"]
+)
 _COUNTS = ("histc", "bincount")
 _SIZES = {"size", "shape", "repeats", "end", "start", "length", "split_size", "split_sizes", "sizes", "dims"}
 """Arguments that are sizes: if they change with the rows, so does a shape, and shapes are checked."""
@@ -65,21 +50,22 @@ class Analysis:
 
     def __init__(self, graph: Graph, other: Graph, given: frozenset[str] = frozenset()) -> None:
         """given: values to put into `of_batch` if they are a sum or a mean over the rows.  O(ops)."""
-        self.graph, self.other = graph, other
+        self.graph = graph
         self.of_batch: dict[str, RowPlacement] = {}
         self._given_whole = given
-        self._values, self._other_values = graph.value_map(), other.value_map()
-        self._params = graph.param_map()
+        values, others, params = graph.value_map(), other.value_map(), graph.param_map()
+        pairs, sizes = zip(graph.ops, other.ops, strict=True), (graph.rows, other.rows)
+        self._contexts = [OpContext(*pair, *sizes, values, others, params) for pair in pairs]
         self._masks = Masks()
         counted = [set(op.reads) for op in graph.ops if op_name(op.target) in _COUNTS]
         other_reads = {name for op in graph.ops if op_name(op.target) not in _COUNTS for name in op.reads}
         self._only_counted = frozenset(set().union(*counted) - other_reads)
         self._countable = of_inputs_alone(graph)
         for op in graph.ops:
-            self._masks.see(op, self._values)
+            self._masks.see(op, values)
         self._given: dict[str, RowPlacement] = {}
         for name in graph.inputs:
-            axis = self._values[name].rows_axis
+            axis = values[name].rows_axis
             self._given[name] = CONSTANT if axis is None else RowPlacement(SHARD, axis=axis, stride_factor=1)
         for param in graph.params:
             if param.kind == "constant" and param.size_bytes:
@@ -95,17 +81,20 @@ class Analysis:
     def __call__(self, proven: frozenset[str]) -> dict[str, RowPlacement]:
         """The placement of every value.  proven: see `derive_loss_weight`."""
         self.of_batch.clear()
-        settled = self._constants & proven
-        placements = {name: placement for name, placement in self._given.items() if name not in settled}
-        for number, (op, other_op) in enumerate(zip(self.graph.ops, self.other.ops, strict=True)):
-            sizes = self.graph.rows, self.other.rows
-            context = OpContext(op, other_op, *sizes, self._values, self._other_values, self._params, placements)
+        equal = self._constants & proven
+        placements = {name: placement for name, placement in self._given.items() if name not in equal}
+        for number, context in enumerate(self._contexts):
+            context.placements = placements
             found = _masked_mean(context, self._masks) or self._placements_of(number, context)
             found = [self._counted(context, placement) for placement in found]
             if any(placement.tag == UNPROVEN for placement in found) and self._is_beyond_numbers(context):
                 found = [replace(placement, gated=True) for placement in found]
-            for written, placement in zip(op.writes, found, strict=True):
-                placements[written] = self._whole(written, _settled(context, written, placement, proven))
+            for written, placement in zip(context.op.writes, found, strict=True):
+                settled = _settled(context, written, placement, proven)
+                if written in self._given_whole and settled.tag == PARTIAL:
+                    self.of_batch[written] = settled
+                    settled = CONSTANT
+                placements[written] = settled
         return placements
 
     def _is_beyond_numbers(self, context: OpContext) -> bool:
@@ -129,12 +118,6 @@ class Analysis:
         if self._masks.empty_with(above, below) or self._masks.count_behind(above, below):
             return placement
         return RowPlacement(COUPLED, why=DIVIDES_BY_NONE)
-
-    def _whole(self, name: str, placement: RowPlacement) -> RowPlacement:
-        if name not in self._given_whole or placement.tag != PARTIAL:
-            return placement
-        self.of_batch[name] = placement
-        return CONSTANT
 
     def _placements_of(self, number: int, context: OpContext) -> list[RowPlacement]:
         operands = [context.placements.get(name, CONSTANT) for name in context.op.reads + context.op.params]
@@ -192,7 +175,8 @@ def _placements_of(context: OpContext) -> list[RowPlacement]:
         worst = [p for tag in (COUPLED, UNPROVEN) for p in operands if p.tag == tag]
         if worst:
             return [replace(worst[0], gated=any(p.gated for p in worst))] * count
-    if any(_growing_axes(context, written) > 1 for written in context.op.writes):
+    shapes = ((context.values[name].shape, context.other_values[name].shape) for name in context.op.writes)
+    if any(sum(a != b for a, b in zip(*pair, strict=True)) > 1 for pair in shapes):
         return [RowPlacement(COUPLED, why="it combines every row of the batch with every other")] * count
     try:
         sums = context.row.family != CREATION and any(placement.tag == TERMS for placement in operands)
@@ -200,11 +184,6 @@ def _placements_of(context: OpContext) -> list[RowPlacement]:
     except RuleExit as end:
         found = end.placement
     return found if isinstance(found, list) else [found] * count
-
-
-def _growing_axes(context: OpContext, name: str) -> int:
-    shapes = context.values[name].shape, context.other_values[name].shape
-    return sum(a != b for a, b in zip(*shapes, strict=True))
 
 
 def _apply(context: OpContext, operands: list[RowPlacement]) -> RowPlacement | list[RowPlacement]:
@@ -222,8 +201,8 @@ def _apply(context: OpContext, operands: list[RowPlacement]) -> RowPlacement | l
 
 def _rule(context: OpContext) -> Rule | None:
     row = context.row
-    if row.name in _RULES:
-        return _RULES[row.name]
+    if row.name in RULES:
+        return RULES[row.name]
     if row.averages:
         return averaged
     if row.family == CREATION and row.name not in NO_RULE:
@@ -257,3 +236,35 @@ def numbers_of_inputs(graph: Graph) -> frozenset[str]:
             kept.update(op.reads)
     single = {value.name for value in graph.values if math.prod(value.shape) == 1}
     return frozenset((of_inputs_alone(graph, frozen=False) & single) - kept - set(graph.inputs))
+
+
+def steady_updates(graph: Graph, other: Graph) -> frozenset[str]:
+    """Return the buffers whose new value is the same in every micro-batch and for the whole batch, such as counters.
+
+    It follows from parameters and such buffers alone, by the same ops with the same arguments at both numbers of rows,
+    and no other buffer's new value needs it.  other: the program at another number of rows, op by op.
+    O(reads · buffers).
+    """
+    values, shapes, others = dict(graph.updates), graph.value_map(), other.value_map()
+    owner = {p.name: p.same_as or p.name for p in graph.params}
+    constants = {p.name for p in graph.params if p.kind == "constant"}  # may hold a number of rows
+    by_rows = {
+        op.name
+        for op, twin in zip(graph.ops, other.ops, strict=True)
+        if op.random
+        or op.attrs != twin.attrs
+        or not constants.isdisjoint(op.params)
+        or any(shapes[a].shape != others[b].shape for a, b in zip(op.writes, twin.writes, strict=True))
+    }
+    steady, before = set(values), set[str]()
+    while before != steady:
+        before, moving = set(steady), set(graph.inputs)
+        changing = {owner[buffer] for buffer in values.keys() - steady}
+        for op in graph.ops:
+            if op.name in by_rows or not (moving.isdisjoint(op.reads) and changing.isdisjoint(op.params)):
+                moving.update(op.writes)
+        steady = {buffer for buffer in steady if values[buffer] not in moving}
+        needed = graph.ops_between((), [values[buffer] for buffer in values.keys() - steady])
+        read = {name for op in graph.ops if op.name in needed for name in op.params}
+        steady = {buffer for buffer in steady if owner[buffer] not in read}
+    return frozenset(steady)

@@ -1,8 +1,8 @@
 """How the losses of micro-batches combine to the loss of the whole batch, derived from the graph; or a refusal.
 
 Every value gets a placement (`analysis`, `ops.placement`) from rules for single ops: from their letters in the table of
-ops (`ops.propagation`), or from a rule for what moves elements (`move_rules`), loss functions (`term_rules`) and counts
-(`masks`).  An op without a rule is reported, and may be tested on numbers (`planning.derive.probe`).
+ops (`ops.propagation`), or from a rule for what moves elements, for loss functions (`rules`) and for counts (`masks`).
+An op without a rule is reported, and may be tested on numbers (`planning.derive.probe`).
 
 Assumed: random ops draw per micro-batch, and batch norm in training takes statistics per micro-batch, in the reference
 too.  A number that changes with the rows is a power of the number of rows if it is one in both captures.  Sums of
@@ -12,16 +12,18 @@ and must be left out when losses are combined.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from autopart.ir.errors import CaptureError, RefusedError, UsageError
 from autopart.ir.graph import Adjusted, Graph, LossReduction, Op
+from autopart.ir.shares import RowLayout
 from autopart.passes.loss.analysis import CHANGED_BUFFER, DIVIDES_BY_NONE, Analysis, numbers_of_inputs
-from autopart.passes.loss.terms import summands
+from autopart.passes.loss.rules import adds
 from autopart.passes.ops.placement import (
     CONSTANT,
     COUPLED,
+    INDEX,
     PARTIAL,
     REPLICATE,
     SHARD,
@@ -54,6 +56,7 @@ _OTHERWISE = (
 )
 
 
+@dataclass(eq=False)
 class UnprovenRows(Exception):
     """Raised if the rules cannot tell whether some values keep the rows of the batch apart.
 
@@ -63,17 +66,14 @@ class UnprovenRows(Exception):
     numbers confirm is right; None where it is not set.
     """
 
-    def __init__(
-        self,
-        names: frozenset[str],
-        where: str,
-        why: str,
-        *,
-        stateable: bool = False,
-        stated: tuple[LossReduction, ...] | None = None,
-    ) -> None:
-        self.names, self.where, self.why, self.stateable, self.stated = names, where, why, stateable, stated
-        super().__init__(f"{where}: {why}")
+    names: frozenset[str]
+    where: str
+    why: str
+    stateable: bool = False
+    stated: tuple[LossReduction, ...] | None = None
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.why}"
 
     @property
     def refusal(self) -> RefusedError:
@@ -91,7 +91,7 @@ def derive_loss_weight(
 ) -> LossReduction:
     """The weight of a micro-batch's loss in the whole loss.
 
-    graph: with rows marked (`derive.rows.mark_rows`); other: the same model at another number of rows.  proven:
+    graph: with rows marked (`derive.family.mark_rows`); other: the same model at another number of rows.  proven:
     values that a numeric test showed to be slices of those of the whole batch, and constants equal in both captures.
     stated: loss_reduction= of the user, "mean", "sum" or "token-mean": it must agree with what is derived, and is
     tested on numbers if no rule knows the loss function (`UnprovenRows.stated`).
@@ -121,11 +121,12 @@ def _derived(analysis: Analysis, proven: frozenset[str], stated: str | None) -> 
     placements = analysis(proven | constants)
     found, strict = placements[loss], strictly[loss]
     if found.tag == UNPROVEN:
-        names = _to_test(graph, placements, loss)
+        axes, sources = {v.name: v.rows_axis for v in graph.values}, _unproven_sources(graph, placements, loss)
+        names = frozenset(n for n in sources if axes.get(n) is not None and not placements[n].gated)  # to be tested
         opaque = not names and not analysis.of_batch
         raise UnprovenRows(
             names | _open_constants(graph, strictly),
-            where_of(graph, found.op),
+            _where_of(graph, found.op),
             found.why,
             stateable=not names,
             stated=_meanings(graph, placements, found.op, stated) if opaque and stated is not None else None,
@@ -134,10 +135,10 @@ def _derived(analysis: Analysis, proven: frozenset[str], stated: str | None) -> 
         raise _refusal(graph, found.op, found.why)
     if found.tag not in (REPLICATE, PARTIAL, TERMS):
         raise CaptureError(
-            "the loss is one number per row, not one number", where=where_of(graph, graph.writer()[loss])
+            "the loss is one number per row, not one number", where=_where_of(graph, graph.writer()[loss])
         )
     if strict.tag == UNPROVEN:
-        raise UnprovenRows(_open_constants(graph, strictly), where_of(graph, strict.op), strict.why)
+        raise UnprovenRows(_open_constants(graph, strictly), _where_of(graph, strict.op), strict.why)
     if found.tag == TERMS:
         reduction = LossReduction("sum", adjusted=_terms(graph, placements, loss, stated))
     else:
@@ -186,10 +187,30 @@ def _weight(graph: Graph, found: RowPlacement, op: str) -> LossReduction:
 
 
 def _terms(graph: Graph, placements: Mapping[str, RowPlacement], loss: str, stated: str | None) -> tuple[Adjusted, ...]:
-    """The terms of a sum with the reduction of each."""
-    found = summands(graph, placements, loss)
-    if isinstance(found, RowPlacement):
-        raise _refusal(graph, found.op, found.why)
+    """The terms of the loss, which is TERMS, with the reduction of each where it is added: each is weighed by its own
+    share there, and the sums of the micro-batches add up.
+
+    Refused where weighing the terms would change another value.  O(ops).
+    """
+    found, sums = dict[tuple[str, str], None](), {loss}  # (op that adds, value or parameter that it adds)
+    for op in reversed(graph.ops):
+        if sums.isdisjoint(op.writes):
+            continue
+        numbers = [value for key, value in op.attrs if key in ("self", "other") and isinstance(value, (int, float))]
+        if adds(op) and any(numbers):
+            raise _refusal(graph, op.name, "it adds a term that does not depend on the batch to a sum over the batch")
+        for operand in (*op.reads, *op.params):
+            if placements.get(operand, CONSTANT).tag == TERMS:
+                sums.add(operand)
+            elif adds(op):
+                found[op.name, operand] = None
+    for op in graph.ops:
+        if not sums.isdisjoint(op.reads):
+            sums.update(op.writes)
+    for buffer, value in graph.updates:
+        if value in sums:
+            why = f"buffer {buffer} keeps a sum of terms with different reductions"
+            raise _refusal(graph, graph.writer()[value], why)
     return tuple(
         Adjusted(value, agree(_weight(graph, placements.get(value, CONSTANT), op), stated), op) for op, value in found
     )
@@ -257,24 +278,6 @@ def _open_constants(graph: Graph, placements: dict[str, RowPlacement]) -> frozen
     return found & {p.name for p in graph.params}
 
 
-def _to_test(graph: Graph, placements: dict[str, RowPlacement], loss: str) -> frozenset[str]:
-    """Unproven values along the rows that the loss depends on through unproven values only."""
-    axes = {v.name: v.rows_axis for v in graph.values}
-    found = _unproven_sources(graph, placements, loss)
-    return frozenset(name for name in found if axes.get(name) is not None and not placements[name].gated)
-
-
-def require_proven(
-    graph: Graph, placements: dict[str, RowPlacement], names: Iterable[str], proven: frozenset[str]
-) -> None:
-    """Raise UnprovenRows where one of these values depends on unproven ones that were not tested yet.  O(reads)."""
-    unproven = [name for name in names if placements[name].tag == UNPROVEN]
-    sources = frozenset[str]().union(*(_unproven_sources(graph, placements, name) for name in unproven)) - proven
-    if sources:
-        where = where_of(graph, graph.writer().get(unproven[0], unproven[0]))
-        raise UnprovenRows(sources, where, placements[unproven[0]].why)
-
-
 def _unproven_sources(graph: Graph, placements: dict[str, RowPlacement], loss: str) -> frozenset[str]:
     """Unproven values and constants that the loss depends on through unproven ones only.  O(reads)."""
     unproven = {name for name, placement in placements.items() if placement.tag == UNPROVEN}
@@ -289,13 +292,13 @@ def _refusal(graph: Graph, op: str, why: str) -> RefusedError:
     fix = next((fix for said, fix in _FIXES if said in why), _ONE)
     return RefusedError(
         "the loss of the whole batch is not a combination of the losses of micro-batches",
-        where=where_of(graph, op),
+        where=_where_of(graph, op),
         why=why,
         fix=fix,
     )
 
 
-def where_of(graph: Graph, name: str) -> str:
+def _where_of(graph: Graph, name: str) -> str:
     """An op in words: its name, module and line of the user's code; without a line that of an op which it reads, or of
     the next op with one."""
     ops, writer = graph.op_map(), graph.writer()
@@ -308,3 +311,66 @@ def where_of(graph: Graph, name: str) -> str:
     line = f"at {op.where}" if op.where else next((f"before {other.where}" for other in behind if other.where), "")
     parts: Iterable[str] = (op_name(op.target), f"in module {op.module}" if op.module else "", line)
     return " ".join(part for part in parts if part)
+
+
+_UNDIVIDED = {
+    INDEX: "it holds row numbers, counted from the first row of a replica",
+    UNPROVEN: "no rule says how it holds the rows, and a numeric test did not show it either",
+}
+
+
+def find_layouts(
+    graph: Graph,
+    other: Graph,
+    crossing: Collection[str],
+    drawn: Collection[str],
+    *,
+    whole: frozenset[str] = frozenset(),
+    proven: frozenset[str] = frozenset(),
+) -> dict[str, RowLayout | None]:
+    """How these values hold the rows of a micro-batch, so that replicas can cut and join them; None for no rows.
+
+    A value that passes between stages with different numbers of replicas must hold its rows apart (each goes to the
+    replica with that row), or be the same on every replica.  A sum or mean over the rows of a replica is neither.
+    graph, other, proven: as for `derive_loss_weight`.  crossing: values between stages with different numbers of
+    replicas.  drawn: values that random ops of a stage with replicas read and write.  whole: numbers of the whole batch
+    that every micro-batch gets.  Raises RefusedError for a value that cannot be divided, and UnprovenRows.  O(ops).
+    """
+    placements = Analysis(graph, other, whole)(proven)
+    axes = {value.name: value.rows_axis for value in graph.values}
+    asked = [*crossing, *(name for name in drawn if axes.get(name) is not None)]
+    unproven = [name for name in asked if placements[name].tag == UNPROVEN]
+    sources = frozenset[str]().union(*(_unproven_sources(graph, placements, name) for name in unproven)) - proven
+    if sources:
+        first = unproven[0]
+        raise UnprovenRows(sources, _where_of(graph, graph.writer().get(first, first)), placements[first].why)
+    found: dict[str, RowLayout | None] = dict.fromkeys(drawn)
+    for name in asked:
+        found[name] = _layout(graph, name, placements[name], crosses=name in crossing)
+    return found
+
+
+def _layout(graph: Graph, name: str, placement: RowPlacement, *, crosses: bool) -> RowLayout | None:
+    if placement.tag == SHARD and (placement.plain or not crosses):
+        return RowLayout(placement.axis, max(1, placement.stride_factor))
+    if placement.tag == REPLICATE and placement.plain:
+        return None
+    refusal = RefusedError(
+        f"value {name} cannot be divided between replicas",
+        where=_where_of(graph, graph.writer().get(name, name)),
+        why=_UNDIVIDED.get(placement.tag, "")
+        or placement.why
+        or "it is a sum or a mean over the rows that a replica has, and another stage has other replicas",
+        fix="use replicas=1, the same number of replicas for every stage, or other cuts",
+    )
+    refusal.value = name
+    raise refusal
+
+
+def without_weight(graph: Graph, dropped: frozenset[tuple[str, str]]) -> frozenset[str]:
+    """The values that do not reach the loss without these reads, (op, value).  O(reads)."""
+    reached = {graph.outputs[0]}
+    for op in reversed(graph.ops):
+        if not reached.isdisjoint(op.writes):
+            reached.update(read for read in op.reads if (op.name, read) not in dropped)
+    return frozenset(value.name for value in graph.values) - reached

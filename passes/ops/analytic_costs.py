@@ -17,7 +17,7 @@ where a kernel saves more (cuDNN's workspaces, gates of RNNs).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autopart.ir.cluster import DEVICE_KINDS, Device
@@ -25,7 +25,6 @@ from autopart.ir.graph import Cost, Graph, Literal, Op, Param, Size, Value
 from autopart.passes.ops.casts import cast_parameter, cast_values
 from autopart.passes.ops.flops import backward_flops, flops, operands, seen_share, shape_of
 from autopart.passes.ops.letters import added_operands
-from autopart.passes.ops.op_classes import first_of, op_classes
 from autopart.passes.ops.resize import resize
 from autopart.passes.ops.row import CREATION, VIEW, OpRow
 from autopart.passes.ops.table import row_of
@@ -37,7 +36,9 @@ _FLOATING = ("float", "bfloat", "complex")
 def analytic_costs(graph: Graph, device: Device) -> Graph:
     """`graph` with a Cost on every op: roofline times on `device`, saved bytes, operations.  O(ops + values)."""
     pricing = Pricing(graph, graph)
-    return replace(graph, ops=pricing.put(pricing.costs(graph.size, device), graph.ops))
+    costs = pricing.costs(graph.size, device)
+    ops = [replace(op, cost=costs[number]) for op, number in zip(graph.ops, pricing.classes, strict=True)]
+    return replace(graph, ops=tuple(ops))
 
 
 def added_ns(graph: Graph, device: Device) -> dict[str, int]:
@@ -62,8 +63,10 @@ class Pricing:
         keeps = _kept(graph, self._roots)
         self.weight_parts = weight_parts(graph, self._roots)
         self.additions = additions(graph, self.weight_parts)
-        each = zip(graph.ops, self.weight_parts, self.additions, strict=True)
-        also = [_also(op, self._roots, (*keeps[op.name], "", *part.kept, part.weight)) for op, part, _ in each]
+        also = [  # what the cost of an op depends on: storage of its operands, what it saves, and keeps for W
+            (*(self._roots.get(n, n) for n in op.reads + op.writes), *keeps[op.name], "", *part.kept, part.weight)
+            for op, part in zip(graph.ops, self.weight_parts, strict=True)
+        ]
         self.classes = op_classes(graph, other, also, self.additions)
         first = first_of(self.classes)
         self._keeps = [(keeps[graph.ops[i].name], self.weight_parts[i], self.additions[i]) for i in first]
@@ -85,15 +88,6 @@ class Pricing:
             found.append(part.of(cost, values, passing_ns(added.own, device)))
         return found
 
-    def put(self, costs: list[Cost], ops: tuple[Op, ...]) -> tuple[Op, ...]:
-        """Return the ops of the model with the costs of their classes."""
-        return tuple([replace(op, cost=costs[number]) for op, number in zip(ops, self.classes, strict=True)])
-
-
-def _also(op: Op, roots: Mapping[str, str], kept: tuple[str, ...]) -> tuple[str, ...]:
-    """What the cost of an op depends on besides its operands: their storage, what it saves, and keeps for W."""
-    return (*(roots.get(name, name) for name in op.reads + op.writes), *kept)
-
 
 def _cost(
     op: Op,
@@ -104,38 +98,30 @@ def _cost(
     device: Device,
     added: Addition,
 ) -> Cost:
-    work, back = flops(op, values, params), backward_flops(op, values, params)
+    work, moved = flops(op, values, params), _moved_bytes(op, values, params, roots)
     seen = seen_share(op, values, params, device.kind)
+    dtypes = [*(values[name].dtype for name in op.writes + op.reads), *(params[name].dtype for name in op.params)]
+    dtype = next((dtype for dtype in dtypes if dtype.startswith(_FLOATING)), "")  # in which it computes
     once = cast_parameter(op, params) is not None
-    moved = moved_bytes(op, values, params, roots)
-    dtype, passes = computing_dtype(op, values, params), max(1, -(-back // work)) if work else 1
-    backward = roofline_ns(int(back * seen), moved * passes + added.inside, device, dtype)
-    grad = added.flows and any(values[w].grad for w in op.writes)
+    forward_ns = 0 if once else roofline_ns(int(work * seen), moved, device, dtype)
+    if not any(values[w].grad for w in op.writes):
+        return Cost(forward_ns, flops=work)
+    back = backward_flops(op, values, params)
+    passes = max(1, -(-back // work)) if work else 1
+    backward_ns = roofline_ns(int(back * seen), moved * passes + added.inside, device, dtype)
+    # held during the backward alone: the gradients of results and operands; that of a view holds none of its own
+    scratch = sum(values[name].size_bytes for name in {*op.reads, *op.writes} if values[name].grad)
+    scratch += sum(params[p].size_bytes for p in op.params if params[p].trainable)
     return Cost(
-        0 if once else roofline_ns(int(work * seen), moved, device, dtype),
-        backward + passing_ns(added.own, device) if grad else 0,
+        forward_ns,
+        backward_ns + passing_ns(added.own, device) if added.flows else 0,
         _hidden_bytes(op, values, params, device) + sum(values[name].size_bytes for name in kept),
-        _scratch_bytes(op, values, params),
+        0 if row_of(op.target).family == VIEW else scratch,
         work,
     )
 
 
-def _scratch_bytes(op: Op, values: Mapping[str, Value], params: Mapping[str, Param]) -> int:
-    """Bytes that are held during the op's backward alone: the gradients of its results and operands, of parameters too.
-    The backward of a view holds none of its own."""
-    if not any(values[w].grad for w in op.writes) or row_of(op.target).family == VIEW:
-        return 0
-    gradients = sum(values[name].size_bytes for name in {*op.reads, *op.writes} if values[name].grad)
-    return gradients + sum(params[p].size_bytes for p in op.params if params[p].trainable)
-
-
-def computing_dtype(op: Op, values: Mapping[str, Value], params: Mapping[str, Param]) -> str:
-    """The dtype in which `op` computes: of its first floating result, else of its first floating operand, else ""."""
-    dtypes = [*(values[name].dtype for name in op.writes + op.reads), *(params[name].dtype for name in op.params)]
-    return next((dtype for dtype in dtypes if dtype.startswith(_FLOATING)), "")
-
-
-def roofline_ns(work: int, moved: int, device: Device, dtype: str = "") -> int:
+def roofline_ns(work: int, moved: int, device: Device, dtype: str) -> int:
     """Nanoseconds of one op: the larger of computing in `dtype` and moving bytes, plus one launch."""
     compute = -(-work * 1_000_000_000 // device.reached(dtype))
     memory = -(-moved * 1_000_000_000 // device.reached_bytes_per_s)
@@ -147,13 +133,11 @@ def passing_ns(size_bytes: int, device: Device) -> int:
     return -(-size_bytes * 1_000_000_000 // device.reached_bytes_per_s)
 
 
-def moved_bytes(
-    op: Op, values: Mapping[str, Value], params: Mapping[str, Param], roots: Mapping[str, str] | None = None
-) -> int:
+def _moved_bytes(op: Op, values: Mapping[str, Value], params: Mapping[str, Param], roots: Mapping[str, str]) -> int:
     """Bytes read and written.  Views move nothing; lookups read what they return; an expanded operand is read once."""
     row = row_of(op.target)
     written = sum(values[w].size_bytes for w in op.writes)
-    if row.family == VIEW and not any((roots or {}).get(w) == w for w in op.writes):
+    if row.family == VIEW and not any(roots.get(w) == w for w in op.writes):
         return 0
     if row.family == CREATION:
         return written
@@ -161,7 +145,7 @@ def moved_bytes(
         return 2 * written + sum(values[r].size_bytes for r in op.reads if "int" in values[r].dtype)
     read = sum(params[p].size_bytes for p in op.params)
     for name in op.reads:
-        root = (roots or {}).get(name, name)
+        root = roots.get(name, name)
         size = values[name].size_bytes
         read += min(size, values[root].size_bytes) if root in values else size
     return read + written
@@ -192,7 +176,8 @@ def _factors(op: Op, row: OpRow, values: Mapping[str, Value], params: Mapping[st
     """Operands by which the gradient of another one is multiplied: a*b saves `a` if b needs a gradient."""
     added = added_operands(row)
     refs = [ref for place, ref in enumerate(_names(op)) if place not in added]
-    needing = {i for i, ref in enumerate(refs) if _needs_grad(ref, values, params)}
+    learning = {name for name in refs if name in params and params[name].trainable}
+    needing = {i for i, ref in enumerate(refs) if (values[ref].grad if ref in values else ref in learning)}
     if row.saves == "quotient":  # a/b: b for the gradient of a, both for the gradient of b
         kept = [ref for i, ref in enumerate(refs) if i == 1 or 1 in needing]
     else:
@@ -205,14 +190,8 @@ def _names(op: Op) -> list[str]:
     return [ref[1:] for ref in operands(op)] or [*op.reads, *op.params]
 
 
-def _needs_grad(name: str, values: Mapping[str, Value], params: Mapping[str, Param]) -> bool:
-    return values[name].grad if name in values else name in params and params[name].trainable
-
-
 def _hidden_bytes(op: Op, values: Mapping[str, Value], params: Mapping[str, Param], device: Device) -> int:
     """Bytes saved for the backward in tensors that are not values of the graph."""
-    if not any(values[w].grad for w in op.writes):
-        return 0
     attrs, out = dict(op.attrs), values[op.writes[0]]
     match row_of(op.target).hidden:
         case "mask":  # a byte per element
@@ -221,7 +200,7 @@ def _hidden_bytes(op: Op, values: Mapping[str, Value], params: Mapping[str, Para
             logits = shape_of(attrs.get("self"), values, params)
             return math.prod(logits) * _item_bytes(out) if logits else 0
         case "attention":
-            return _attention_bytes(op, attrs, values, params, device)
+            return _attention_bytes(op, values, params, device)
         case "lstm" | "gru" | "rnn" as cell:
             layers = int(str(attrs.get("num_layers", 1)))
             reversed_input = 0.5 if attrs.get("bidirectional") else 0.0
@@ -236,13 +215,10 @@ _STATES = {"lstm": 16.5, "gru": 7.0, "rnn": 1.0}
 as counted on CPUs."""
 
 
-def _attention_bytes(
-    op: Op, attrs: Mapping[str, Literal], values: Mapping[str, Value], params: Mapping[str, Param], device: Device
-) -> int:
+def _attention_bytes(op: Op, values: Mapping[str, Value], params: Mapping[str, Param], device: Device) -> int:
     """One float32 per query for a fused kernel, which on CUDA draws dropout's mask again in the backward.  CPUs have no
     fused kernel with dropout: scores, their mask and the product of both are saved."""
-    query = shape_of(attrs.get("query"), values, params)
-    key = shape_of(attrs.get("key"), values, params)
+    query, key = (shape_of(dict(op.attrs).get(name), values, params) for name in ("query", "key"))
     if query is None or key is None:
         return 0
     queries = math.prod(query[:-1])
@@ -288,3 +264,59 @@ def _kept(graph: Graph, roots: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
         result[op.name] = tuple(root for root in fresh if root in values and root not in counted)
         counted.update(result[op.name])
     return result
+
+
+def op_classes(
+    graph: Graph, other: Graph, also: Sequence[tuple[str, ...]], amounts: Sequence[object]
+) -> tuple[int, ...]:
+    """The class of each op: a number counted from 0 in order of appearance.
+
+    Two ops are equal if they have the same target, arguments and shapes in both captures of the model, whatever the
+    names; then they have at every number of rows, since every size lies on the line through the two captures
+    (`resize`).  1, 1.0 and True are equal as arguments.
+
+    graph, other: captures of one model, of equal structure.  also: for each op, further values and parameters that
+    count as its operands.  amounts: for each op, what else its cost depends on.  O(size of the graph).
+    """
+    looks = _looks(graph, other)
+    classes: dict[object, int] = {}
+    found = []
+    for op, twin, more, amount in zip(graph.ops, other.ops, also, amounts, strict=True):
+        place: dict[str, int] = {}  # names in order of appearance
+        operands = tuple(
+            [
+                (place.setdefault(name, len(place)), looks.get(name, -1))
+                for names in (op.reads, op.writes, op.params, more)
+                for name in names
+            ]
+        )
+        arguments = nameless(op.attrs, place)
+        there = arguments if twin.attrs == op.attrs else nameless(twin.attrs, place)
+        counts = len(op.reads), len(op.writes), len(op.params)
+        key = op.target, op.random, counts, operands, arguments, there, amount
+        found.append(classes.setdefault(key, len(classes)))
+    return tuple(found)
+
+
+def first_of(classes: Sequence[int]) -> tuple[int, ...]:
+    """The place of the first op of each class."""
+    first = {number: place for place, number in reversed(list(enumerate(classes)))}
+    return tuple(first[number] for number in range(len(first)))
+
+
+def nameless(literal: Literal, place: dict[str, int]) -> Literal:
+    """The literal with operands numbered in order of appearance instead of named."""
+    if isinstance(literal, tuple):
+        return tuple([nameless(item, place) for item in literal])
+    if isinstance(literal, str) and literal[:1] == "%":
+        return f"%{place.setdefault(literal[1:], len(place))}"
+    return literal
+
+
+def _looks(graph: Graph, other: Graph) -> dict[str, int]:
+    """For each value and parameter, a number that stands for everything but its name."""
+    pairs = zip(graph.values, other.values, strict=True)
+    looks: dict[str, object] = {v.name: (v.shape, twin.shape, v.dtype, v.size_bytes, v.grad) for v, twin in pairs}
+    looks |= {p.name: (p.shape, p.dtype, p.size_bytes, p.trainable, p.kind) for p in graph.params}
+    numbers: dict[object, int] = {}
+    return {name: numbers.setdefault(look, len(numbers)) for name, look in looks.items()}

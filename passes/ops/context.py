@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from autopart.ir.graph import Literal, Op, Param, Value
 from autopart.passes.ops.flops import operands
@@ -38,6 +38,14 @@ class OpCall:
         axis = self.number(key, default)
         return axis + ndim if axis < 0 else axis
 
+    def picks(self, ndim: int) -> dict[int, str]:
+        """The tensors that index an operand of `ndim` axes, by axis, of index_select, x[i, j] and x[i, j] = y."""
+        if self.name == "index_select":
+            return {self.axis("dim", ndim): operands(self.op)[1]}
+        picks = self.arg("indices")
+        assert isinstance(picks, tuple)
+        return {axis: pick for axis, pick in enumerate(picks) if isinstance(pick, str)}
+
     def differs(self, key: str) -> bool:
         """Whether an argument differs between the captures."""
         return self.attrs.get(key) != self.other_attrs.get(key)
@@ -59,11 +67,11 @@ class OpContext(OpCall):
         values: Mapping[str, Value],
         other_values: Mapping[str, Value],
         params: Mapping[str, Param],
-        placements: Mapping[str, RowPlacement],
     ) -> None:
         super().__init__(op, other_op)
         self.rows, self.other_rows, self.values, self.other_values = rows, other_rows, values, other_values
-        self.params, self.placements = params, placements
+        self.params = params
+        self.placements: Mapping[str, RowPlacement] = {}
 
     @property
     def out(self) -> Value:
@@ -124,3 +132,19 @@ class OpContext(OpCall):
         assert isinstance(ref, str)
         name = ref[1:]
         return self.values[name].dtype if name in self.values else self.params[name].dtype
+
+
+def around_indices(axes: Sequence[int], ndim: int) -> tuple[int, Callable[[int], int]]:
+    """Where the result of indexing these axes, ascending, by indices of `ndim` axes holds what was picked, and where it
+    holds an axis that is not indexed.
+
+    What is picked lies where the indices lie if those are next to each other, else in front.
+    """
+    adjacent = list(axes) == list(range(axes[0], axes[0] + len(axes)))
+    start = axes[0] if adjacent else 0
+
+    def moved(axis: int) -> int:
+        kept = sum(before not in axes for before in range(axis))
+        return kept + ndim if not adjacent or axis > start else kept
+
+    return start, moved

@@ -8,7 +8,7 @@ analytic cost depends on the size: the plan that is chosen is costed again at it
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Protocol
 
 import numpy as np
@@ -20,7 +20,7 @@ from autopart.passes.ops.analytic_costs import Pricing
 from autopart.passes.ops.resize import resize
 from autopart.passes.ops.weight_parts import with_weight_parts
 
-FIELDS = ("fwd_ns", "bwd_ns", "saved_bytes", "scratch_bytes", "flops", "tail_ns", "weight_ns", "weight_bytes")
+FIELDS = tuple(field.name for field in fields(Cost))
 """The rows of a `CostTable`: fields of `Cost`."""
 _CORRECTED = FIELDS[:3]
 """The fields that a measurement corrects; `weight_ns` is corrected as `bwd_ns`, which it is a part of."""
@@ -55,23 +55,19 @@ class CostModel:
         self._classes = np.array(self._pricing.classes, dtype=np.int64)
         analytic = self._pricing.costs(graph.size, device_types[0])
         each = [analytic[number] for number in self._pricing.classes]
-        self._graph = graph = with_weight_parts(graph, self._pricing.weight_parts, each)
-        self._factors = [
-            tuple([_ratio(getattr(op.cost, field), getattr(known, field)) for field in _CORRECTED])
-            for op, known in zip(graph.ops, each, strict=True)
-        ]
-        self._as_analytic = all(set(factor) == {1.0} for factor in self._factors)
-        self._graphs = {(graph.size, 0): graph}
+        self._graph = with_weight_parts(graph, self._pricing.weight_parts, each)
+        known, computed = _columns([op.cost for op in self._graph.ops]), _columns(each)
+        factors = np.divide(known, computed, out=np.ones_like(known), where=computed != 0)
+        self._factors = factors[: len(_CORRECTED)]
+        self._graphs = {(graph.size, 0): self._graph}
 
     def graph(self, size: Size, device_type: int) -> Graph:
         """See `GraphCosts`; each graph is made once.  O(ops + values).  Raises GraphError at a size not known."""
         key = size, device_type
         if key not in self._graphs:
+            costs = self._costs(size, device_type).astype(np.int64).T.tolist()
             resized = resize(self._graph, self._other, size)
-            ops = self._pricing.put(self._pricing.costs(size, self._device_types[device_type]), resized.ops)
-            if not self._as_analytic:
-                pairs = zip(ops, self._factors, strict=True)
-                ops = tuple([replace(op, cost=_scaled(op.cost, factor)) for op, factor in pairs])
+            ops = tuple([replace(op, cost=Cost(*cost)) for op, cost in zip(resized.ops, costs, strict=True)])
             self._graphs[key] = replace(resized, ops=ops)
         return self._graphs[key]
 
@@ -82,14 +78,15 @@ class CostModel:
         """
         if (size, device_type) == (self._graph.size, 0):
             return table_of(self._graph)
-        columns = _columns(self._pricing.costs(size, self._device_types[device_type]))[:, self._classes]
-        if not self._as_analytic:
-            factors = np.array(self._factors).T
-            columns[: len(_CORRECTED)] = np.floor(columns[: len(_CORRECTED)] * factors)
-            columns[_WEIGHT_NS] = np.floor(columns[_WEIGHT_NS] * factors[_BWD_NS])
         twin = None if self._other is None else replace(self._other, ops=())
         values = resize(replace(self._graph, ops=()), twin, size).values
-        return CostTable(columns, {value.name: value.size_bytes for value in values})
+        return CostTable(self._costs(size, device_type), {value.name: value.size_bytes for value in values})
+
+    def _costs(self, size: Size, device_type: int) -> npt.NDArray[np.float64]:
+        columns = _columns(self._pricing.costs(size, self._device_types[device_type]))[:, self._classes]
+        columns[: len(_CORRECTED)] = np.floor(columns[: len(_CORRECTED)] * self._factors)
+        columns[_WEIGHT_NS] = np.floor(columns[_WEIGHT_NS] * self._factors[_BWD_NS])
+        return columns
 
 
 def table_of(graph: Graph) -> CostTable:
@@ -99,12 +96,3 @@ def table_of(graph: Graph) -> CostTable:
 
 def _columns(costs: Sequence[Cost]) -> npt.NDArray[np.float64]:
     return np.array([[getattr(cost, field) for cost in costs] for field in FIELDS], dtype=np.float64)
-
-
-def _ratio(known: int, analytic: int) -> float:
-    return known / analytic if analytic else 1.0
-
-
-def _scaled(cost: Cost, factors: Sequence[float]) -> Cost:
-    corrected = {f: int(getattr(cost, f) * factor) for f, factor in zip(_CORRECTED, factors, strict=True)}
-    return replace(cost, **corrected, weight_ns=int(cost.weight_ns * factors[_BWD_NS]))

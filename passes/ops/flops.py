@@ -4,15 +4,20 @@ A multiply-add counts as 2, as in torch.utils.flop_counter, which gives the same
 convolutions and attention.  Attention counts the whole square, causal or not; kernels compute less (`seen_share`).
 Views and creation of constants count 0, reductions, norms and losses one per element read, all others one per element
 written, which is right up to a small factor for pointwise ops; their time depends on memory traffic anyway.
+
+A training step of a model needs, however it is run, what utilisation (MFU) counts (`model_flops`), as in Chowdhery et
+al., "PaLM", 2022, appendix B: a forward, and for each of its operands that learns, or leads to what learns, as much
+again; what is recomputed does not count.  So a layer that learns counts three times its forward, frozen layers count
+once before all that learns, and twice behind it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from autopart.ir.graph import Literal, Op, Param, Value
-from autopart.passes.ops.letters import Letters, Shape, letters
+from autopart.ir.graph import Graph, Literal, Op, Param, Value
+from autopart.passes.ops.letters import Shape, letters
 from autopart.passes.ops.row import MATMUL
 from autopart.passes.ops.table import row_of
 
@@ -36,10 +41,16 @@ def flops(op: Op, values: Mapping[str, Value], params: Mapping[str, Param]) -> i
     if found is None:
         inner = shapes[0][-1] if shapes and shapes[0] else 1
         return 2 * written * inner
-    sizes = _sizes(found, shapes, result)
+    sizes = dict(
+        zip(found.results[0], result, strict=False)
+    )  # of a letter: in the last factor with it, else in the result
+    for place, (names, shape) in enumerate(zip(found.operands, shapes, strict=False)):
+        if place not in found.added:
+            sizes.update((name, size) for name, size in zip(names, shape, strict=True) if name)
     if row.flops == "equation":  # all indices of a pair multiplied, operands contracted from left to right
         return 2 * math.prod(sizes.values()) * max(1, len(shapes) - 1)
-    return sum(2 * _product(term.strip(), sizes) for term in row.flops.split("+"))
+    products = (math.prod(sizes[name] for name in sizes if name and name[0] in term) for term in row.flops.split("+"))
+    return 2 * sum(products)
 
 
 def backward_flops(op: Op, values: Mapping[str, Value], params: Mapping[str, Param]) -> int:
@@ -53,11 +64,29 @@ def backward_flops(op: Op, values: Mapping[str, Value], params: Mapping[str, Par
     forward, row = flops(op, values, params), row_of(op.target)
     if row.hidden == "attention":
         return forward * 5 // 2
-    if row.family != MATMUL:
-        return forward
+    return forward if row.family != MATMUL else forward * _learning_factors(op, values, params)
+
+
+def _learning_factors(op: Op, values: Mapping[str, Value], params: Mapping[str, Param]) -> int:
+    """The operands of a matrix product that need a gradient: one or two."""
     factors = sum(values[r].grad for r in op.reads)
     factors += sum(params[p].trainable and len(params[p].shape) > 1 for p in op.params)
-    return forward * min(2, max(1, factors))
+    return min(2, max(1, factors))
+
+
+def model_flops(graph: Graph) -> dict[str, int]:
+    """Return the FLOPs of forward and backward of a graph at its size, by the dtype in which they are computed.
+    O(ops)."""
+    values, params = graph.value_map(), graph.param_map()
+    found: dict[str, int] = {}
+    for op in graph.ops:
+        if op.writes:
+            row, dtype, passes = row_of(op.target), values[op.writes[0]].dtype, 1
+            if any(values[name].grad for name in op.writes):
+                factor = row.family == MATMUL and row.hidden != "attention"
+                passes += _learning_factors(op, values, params) if factor else 2
+            found[dtype] = found.get(dtype, 0) + flops(op, values, params) * passes
+    return found
 
 
 def seen_share(op: Op, values: Mapping[str, Value], params: Mapping[str, Param], device_kind: str) -> float:
@@ -101,20 +130,3 @@ def shape_of(ref: Literal, values: Mapping[str, Value], params: Mapping[str, Par
     if name in values:
         return values[name].shape
     return params[name].shape if name in params else None
-
-
-def _sizes(found: Letters, shapes: Sequence[Shape], result: Shape) -> dict[str, int]:
-    """The size of each letter: in the last factor with it, else in the result."""
-    sizes = dict(zip(found.results[0], result, strict=False))
-    for place, (names, shape) in enumerate(zip(found.operands, shapes, strict=False)):
-        if place not in found.added:
-            sizes.update((name, size) for name, size in zip(names, shape, strict=True) if name)
-    return sizes
-
-
-def _product(term: str, sizes: Mapping[str, int]) -> int:
-    """The product of the sizes of the axes in a term like "...mnk"."""
-    product = 1
-    if "..." in term:
-        product = math.prod(size for name, size in sizes.items() if name.startswith("."))
-    return product * math.prod(sizes.get(letter, 1) for letter in term.replace(".", ""))

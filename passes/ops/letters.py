@@ -97,10 +97,7 @@ def _has_axes(term: str, ndim: int) -> bool:
 
 
 def _plain(row: OpRow, form: _Form, arguments: Arguments, shapes: Sequence[Shape], result: Shape) -> Letters:
-    operands = [
-        _added_names(term, len(shape)) if place in form.added else _names(term, len(shape))
-        for place, (term, shape) in enumerate(zip(form.terms, shapes, strict=False))
-    ]
+    operands = [_names(term, len(shape)) for term, shape in zip(form.terms, shapes, strict=False)]
     if form.results == ("~...",):
         order = _order(row.name, arguments, len(shapes[0]))
         return Letters(tuple(operands), (tuple(operands[0][axis] for axis in order),))
@@ -113,20 +110,14 @@ def _plain(row: OpRow, form: _Form, arguments: Arguments, shapes: Sequence[Shape
 
 
 def _names(term: str, ndim: int) -> Names:
-    """ "...ab" with 4 axes -> (".1", ".0", "a", "b"): the axes of the dots are counted from the right."""
-    if "..." not in term:
-        return tuple(term)
-    before, after = term.split("...")
-    dots = ndim - len(before) - len(after)
-    return (*before, *(f".{dots - 1 - axis}" for axis in range(dots)), *after)
+    """ "...ab" with 4 axes -> (".1", ".0", "a", "b"): the axes of the dots are counted from the right.
 
-
-def _added_names(term: str, ndim: int) -> Names:
-    """Names for an operand that is broadcast to the letters of `term`: it may lack the first ones."""
-    letters = term.replace("...", "")
-    if "..." in term and ndim > len(letters):
-        return _names(term, ndim)
-    return tuple(letters[len(letters) - ndim :])
+    An operand that is added, and so broadcast to the letters of `term`, may lack the first ones.
+    """
+    before, _, after = term.partition("...")
+    letters = before + after
+    dots = ndim - len(letters)
+    return (*before, *(f".{dots - 1 - axis}" for axis in range(dots)), *after) if dots > 0 else tuple(letters[-dots:])
 
 
 def _broadcast(operands: Sequence[Names], shapes: Sequence[Shape]) -> tuple[Names, ...]:

@@ -71,12 +71,11 @@ class RowPlacement:
 CONSTANT = RowPlacement(REPLICATE)
 
 
+@dataclass(eq=False)
 class RuleExit(Exception):
     """Ends a rule early with the placement that all results of the op have."""
 
-    def __init__(self, placement: RowPlacement) -> None:
-        self.placement = placement
-        super().__init__(placement.why)
+    placement: RowPlacement
 
 
 def coupled(why: str) -> RuleExit:

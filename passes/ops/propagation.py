@@ -128,14 +128,9 @@ def any_function(context: OpContext) -> list[RowPlacement]:
     every = [combined(operands, names) for names in letters.results]
     if len(every) == 1 or every[0].tag == REPLICATE:
         return every[:1] * len(context.op.writes)
-    return [_of_result(context.values[written].rows_axis, every) for written in context.op.writes]
-
-
-def _of_result(axis: int | None, every: list[RowPlacement]) -> RowPlacement:
-    """The placement of a result, by its axis of rows."""
-    if axis is None:  # such as the mean and variance of batch norm in training
-        return RowPlacement(COUPLED, why="it uses statistics of the batch")
-    return next((placement for placement in every if placement.axis == axis), every[0])
+    by_axis: dict[int | None, RowPlacement] = {placement.axis: placement for placement in reversed(every)}
+    by_axis[None] = RowPlacement(COUPLED, why="it uses statistics of the batch")  # mean of a batch norm in training
+    return [by_axis.get(context.values[written].rows_axis, every[0]) for written in context.op.writes]
 
 
 def _refuse_mixed(context: OpContext, name: str, result: Sequence[str]) -> None:

@@ -9,7 +9,6 @@ times rows): two points cannot show that, so before a plan is run it is compared
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import replace
 
 from autopart.ir.errors import GraphError
@@ -38,16 +37,6 @@ def resize(graph: Graph, other: Graph | None, size: Size) -> Graph:
     except (_NoLine, ValueError):
         raise GraphError(f"the program of {size} is not known from that of {graph.size}") from None
     return replace(graph, size=size, values=values, ops=ops)
-
-
-def resizable_to(graph: Graph, other: Graph | None, sizes: Iterable[Size]) -> bool:
-    """Whether `resize` has an answer at each of these sizes.  O(sizes * (ops + values))."""
-    try:
-        for size in sizes:
-            resize(graph, other, size)
-    except GraphError:
-        return False
-    return True
 
 
 class _Scale:

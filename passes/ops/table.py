@@ -7,37 +7,22 @@ pointwise op, and is unknown to the analyses.  `register` adds a row for an op o
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import chain
 from typing import Any
 
 from autopart.ir.errors import UsageError
-from autopart.passes.ops.row import (
-    ASSERTION,
-    CREATION,
-    INDEXING,
-    LOSS,
-    MATMUL,
-    NORM,
-    OTHER,
-    POINTWISE,
-    REDUCTION,
-    VIEW,
-    WINDOW,
-    OpRow,
-    check,
-)
+from autopart.passes.ops.row import MATMUL, OTHER, POINTWISE, OpRow, check
 
 
-def _rows(names: str, family: str, axes: str = "", **columns: Any) -> Iterator[OpRow]:
+def _rows(names: str, axes: str = "", **columns: Any) -> Iterator[OpRow]:
     """One row for each of several ops."""
     for name in names.split():
-        yield OpRow(name, family, axes, **columns)
+        yield OpRow(name, axes=axes, **columns)
 
 
 def _views() -> Iterator[OpRow]:
-    def view(names: str, axes: str = "", *, storage: str = "out of order", **columns: Any) -> Iterator[OpRow]:
-        return _rows(names, VIEW, axes, storage=storage, saves="nothing", flops="none", **columns)
-
+    view = partial(_rows, family="view", storage="out of order", saves="nothing", flops="none")
     yield from view("reshape view unflatten flatten", storage="reshape", same_elements=True)
     yield from view("_unsafe_view view_as", storage="reshape")
     yield from view("unsqueeze squeeze", storage="in order", same_elements=True)
@@ -53,9 +38,7 @@ def _views() -> Iterator[OpRow]:
 
 
 def _pointwise() -> Iterator[OpRow]:
-    def pointwise(names: str, **columns: Any) -> Iterator[OpRow]:
-        return _rows(names, POINTWISE, "... -> ...", **columns)
-
+    pointwise = partial(_rows, axes="... -> ...", family="pointwise")
     yield from pointwise("add sub rsub", linear="sum", saves="nothing")
     yield from pointwise("mul", linear="product", saves="factors")
     yield from pointwise("div", saves="quotient")
@@ -86,13 +69,10 @@ def _pointwise() -> Iterator[OpRow]:
 def _reductions() -> Iterator[OpRow]:
     """Ops that drop the axes D, and ops that run along them."""
 
-    def over(names: str, *, named_by: str = "dim=all", mixes: str = "D", **columns: Any) -> Iterator[OpRow]:
-        return _rows(names, REDUCTION, "...D -> ...", named_by=named_by, mixes=mixes, flops="read", **columns)
-
-    def along(names: str, *, mixes: str = "D", may_mix: str = "", **columns: Any) -> Iterator[OpRow]:
-        facts = {"named_by": "dim=-1", "mixes": mixes, "may_mix": may_mix, "flops": "read", **columns}
-        return _rows(names, REDUCTION, "...D -> ...D", **facts)
-
+    reduction = partial(_rows, family="reduction", mixes="D", flops="read")
+    over = partial(reduction, axes="...D -> ...", named_by="dim=all")
+    along = partial(reduction, axes="...D -> ...D", named_by="dim=-1")
+    pair = partial(reduction, axes="...D, ...D -> ...")
     yield from over("sum", mixes="", linear="each", saves="nothing")
     yield from over("mean", mixes="", linear="mean", saves="nothing")
     yield from over("nansum", saves="nothing")
@@ -102,13 +82,10 @@ def _reductions() -> Iterator[OpRow]:
         nanmean aminmax argmax argmin all any var_mean std_mean count_nonzero median nanmedian max.dim min.dim
         max.default min.default""")
     yield from over("mode kthvalue", named_by="dim=-1")
-    pair: dict[str, Any] = {"mixes": "D", "flops": "read"}
-    yield OpRow("cosine_similarity", REDUCTION, "...D, ...D -> ...", named_by="dim=1", saves="both", **pair)
-    yield OpRow("pairwise_distance", REDUCTION, "...D, ...D -> ...", named_by="dim=-1", **pair)
+    yield from pair("cosine_similarity", named_by="dim=1", saves="both")
+    yield from pair("pairwise_distance", named_by="dim=-1")
     yield from along("softmax _softmax _safe_softmax log_softmax _log_softmax", saves="output")
-    yield OpRow(
-        "diff", REDUCTION, "...D, ...D, ...D -> ...D", named_by="dim=-1", mixes="D", saves="nothing", flops="read"
-    )
+    yield from along("diff", axes="...D, ...D, ...D -> ...D", saves="nothing")
     yield from along("cumsum", mixes="", may_mix="D", saves="nothing")
     yield from along("logcumsumexp", saves="nothing")
     yield from along("cumprod", saves="both")
@@ -116,47 +93,40 @@ def _reductions() -> Iterator[OpRow]:
 
 
 def _norms() -> Iterator[OpRow]:
-    def norm(names: str, axes: str, **columns: Any) -> Iterator[OpRow]:
-        return _rows(names, NORM, axes, flops="read", hidden="statistics", **columns)
-
-    trailing: dict[str, Any] = {"may_mix": "D", "named_by": "normalized_shape"}
-    yield from norm("layer_norm rms_norm _fused_rms_norm", "...D, D, D -> ...D", **trailing)
-    yield from norm("native_layer_norm", "...D, D, D -> ...D", saves="both", **trailing)
+    norm = partial(_rows, family="norm", flops="read", hidden="statistics")
+    trailing = partial(norm, axes="...D, D, D -> ...D", may_mix="D", named_by="normalized_shape")
+    yield from trailing("layer_norm rms_norm _fused_rms_norm")
+    yield from trailing("native_layer_norm", saves="both")
     yield from norm("group_norm native_group_norm", "nc..., c, c -> nc..., ng, ng", may_mix="c.")
-    per_sample: dict[str, Any] = {"axes": "nc..., c, c, c, c -> nc..., c, c, c, c", "may_mix": "c."}
-    yield from norm("instance_norm", **per_sample)
-    yield from norm("batch_norm _native_batch_norm_legit_functional", off=(("training", False),), **per_sample)
-    yield from norm(
-        """native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training cudnn_batch_norm
-        _batch_norm_with_update_functional""",
-        **per_sample,
-    )
+    per_sample = partial(norm, axes="nc..., c, c, c, c -> nc..., c, c, c, c", may_mix="c.")
+    yield from per_sample("batch_norm _native_batch_norm_legit_functional", off=(("training", False),))
+    yield from per_sample("""
+        instance_norm native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training cudnn_batch_norm
+        _batch_norm_with_update_functional""")
 
 
 def _products() -> Iterator[OpRow]:
-    def product(name: str, axes: str, flops: str, **columns: Any) -> OpRow:
-        return OpRow(name, MATMUL, axes, linear="product", saves="factors", flops=flops, **columns)
+    def product(name: str, axes: str, flops: str) -> Iterator[OpRow]:
+        return _rows(name, axes, family="matmul", linear="product", saves="factors", flops=flops)
 
-    yield product("linear", "...k, nk, +n -> ...n | ...k, k, + -> ...", "...kn")
-    yield product("matmul", "k, k -> | k, ...kn -> ...n | ...mk, k -> ...m | ...mk, ...kn -> ...mn", "...mnk")
-    yield product("mm", "mk, kn -> mn", "mnk")
-    yield product("addmm", "+mn, mk, kn -> mn", "mnk")
-    yield product("bmm", "bmk, bkn -> bmn", "bmnk")
-    yield product("baddbmm", "+bmn, bmk, bkn -> bmn", "bmnk")
-    yield product("mv", "mk, k -> m", "mk")
-    yield product("addmv", "+m, mk, k -> m", "mk")
-    yield product("dot", "k, k ->", "k")
-    yield product("vdot", "k, k ->", "k")
-    yield product("inner", "...k, nk -> ...n | ...k, k -> ...", "...kn")
-    yield product("outer", "m, n -> mn", "written")
-    yield product("ger", "m, n -> mn", "written")
-    yield product("bilinear", "...i, ...j, nij, +n -> ...n", "...nij")
-    yield product("einsum", "equation", "equation")
-    yield from _rows("_grouped_mm grouped_mm_fallback", MATMUL, saves="factors", flops="inner")
-    yield OpRow(
+    yield from product("linear", "...k, nk, +n -> ...n | ...k, k, + -> ...", "...kn")
+    yield from product("matmul", "k, k -> | k, ...kn -> ...n | ...mk, k -> ...m | ...mk, ...kn -> ...mn", "...mnk")
+    yield from product("mm", "mk, kn -> mn", "mnk")
+    yield from product("addmm", "+mn, mk, kn -> mn", "mnk")
+    yield from product("bmm", "bmk, bkn -> bmn", "bmnk")
+    yield from product("baddbmm", "+bmn, bmk, bkn -> bmn", "bmnk")
+    yield from product("mv", "mk, k -> m", "mk")
+    yield from product("addmv", "+m, mk, k -> m", "mk")
+    yield from product("dot vdot", "k, k ->", "k")
+    yield from product("inner", "...k, nk -> ...n | ...k, k -> ...", "...kn")
+    yield from product("outer ger", "m, n -> mn", "written")
+    yield from product("bilinear", "...i, ...j, nij, +n -> ...n", "...nij")
+    yield from product("einsum", "equation", "equation")
+    yield from _rows("_grouped_mm grouped_mm_fallback", family="matmul", saves="factors", flops="inner")
+    yield from _rows(
         "scaled_dot_product_attention",
-        MATMUL,
         "enable_gqa: ...hqe, ...gke, ...gkv, +...hqk -> ...hqv | ...qe, ...ke, ...kv, +...qk -> ...qv",
+        family="matmul",
         may_mix="hgqkev",
         saves="both",
         hidden="attention",
@@ -164,15 +134,20 @@ def _products() -> Iterator[OpRow]:
         draws_unless_zero=("dropout_p",),
         off=(("dropout_p", 0.0),),
     )
-    lstm = "batch_first: bti, lbh, lbh, * -> bto, lbh, lbh | tbi, lbh, lbh, * -> tbo, lbh, lbh"
-    cell = lstm.replace("lbh, lbh", "lbh")
-    facts: dict[str, Any] = {
-        "may_mix": "tiolh", "saves": "factors", "flops": "weights", "off": (("dropout", 0.0),),
-        "draws_unless_zero": ("dropout", "train"),
-    }  # fmt: skip
-    yield OpRow("lstm", MATMUL, lstm, hidden="lstm", **facts)
-    yield OpRow("gru", MATMUL, cell, hidden="gru", **facts)
-    yield from _rows("rnn_tanh rnn_relu", MATMUL, cell, hidden="rnn", **facts)
+    recurrent = partial(
+        _rows,
+        axes="batch_first: bti, lbh, * -> bto, lbh | tbi, lbh, * -> tbo, lbh",
+        family="matmul",
+        may_mix="tiolh",
+        saves="factors",
+        flops="weights",
+        off=(("dropout", 0.0),),
+        draws_unless_zero=("dropout", "train"),
+    )
+    of_lstm = "batch_first: bti, lbh, lbh, * -> bto, lbh, lbh | tbi, lbh, lbh, * -> tbo, lbh, lbh"
+    yield from recurrent("lstm", axes=of_lstm, hidden="lstm")
+    yield from recurrent("gru", hidden="gru")
+    yield from recurrent("rnn_tanh rnn_relu", hidden="rnn")
     yield from _convolutions()
 
 
@@ -182,54 +157,43 @@ def _convolutions() -> Iterator[OpRow]:
     for axes, visited, kernel in (("x", "S", "u"), ("xy", "ST", "uv"), ("xyz", "STU", "uvw")):
         plain.append(f"ni{axes}, oi{kernel}, o -> no{visited} | i{axes}, oi{kernel}, o -> o{visited}")
         transposed.append(f"ni{visited}, io{kernel}, o -> no{axes} | i{visited}, io{kernel}, o -> o{axes}")
-    facts: dict[str, Any] = {"may_mix": "ioxyzSTUuvw", "saves": "factors", "flops": "noiSTUuvw"}
+    convolution = partial(_rows, family="matmul", may_mix="ioxyzSTUuvw", saves="factors", flops="noiSTUuvw")
     for rank in (1, 2, 3):
-        yield OpRow(f"conv{rank}d", MATMUL, plain[rank - 1], **facts)
-        yield OpRow(f"conv_transpose{rank}d", MATMUL, transposed[rank - 1], **facts)
+        yield from convolution(f"conv{rank}d", plain[rank - 1])
+        yield from convolution(f"conv_transpose{rank}d", transposed[rank - 1])
     either = [f"transposed: {form}" for forms in transposed for form in forms.split(" | ")] + plain
-    yield OpRow("convolution", MATMUL, " | ".join(either), **facts)
+    yield from convolution("convolution", " | ".join(either))
 
 
 def _indexing() -> Iterator[OpRow]:
-    def move(names: str, axes: str = "", **columns: Any) -> Iterator[OpRow]:
-        return _rows(names, INDEXING, axes, saves="nothing", **columns)
-
-    def look_up(names: str, axes: str = "", **columns: Any) -> Iterator[OpRow]:
-        return _rows(names, INDEXING, axes, saves="indices", **columns)
-
+    moved = partial(_rows, family="indexing")
+    move, look_up = partial(moved, saves="nothing"), partial(moved, saves="indices")
     yield from look_up("embedding", "vd, ... -> ...d", may_mix="v", looks_up=True)
-    yield OpRow("bucketize.Tensor", INDEXING, "..., b -> ...", mixes="b", saves="nothing")
+    yield from move("bucketize.Tensor", "..., b -> ...", mixes="b")
     yield from look_up("gather", "...D, ...D -> ...D", may_mix="D", named_by="dim=0", looks_up=True)
     yield from look_up("scatter scatter_add", "...D, ...D, ...D -> ...D", may_mix="D", named_by="dim=0")
     yield from look_up("index_select index", looks_up=True)
     yield from look_up("take_along_dim index_put _unsafe_index")
-    ordered: dict[str, Any] = {"axes": "...D -> ...D", "may_mix": "D"}
-    yield from look_up("sort topk", named_by="dim=-1", **ordered)
-    yield from _rows("argsort", INDEXING, named_by="dim=-1", **ordered)
-    yield from move("flip", named_by="dims", **ordered)
-    yield from move("roll", named_by="dims=all", **ordered)
+    ordered = partial(moved, axes="...D -> ...D", may_mix="D", named_by="dim=-1")
+    yield from ordered("sort topk", saves="indices")
+    yield from ordered("argsort")
+    yield from ordered("flip", named_by="dims", saves="nothing")
+    yield from ordered("roll", named_by="dims=all", saves="nothing")
     yield from move("tril triu", "...mn -> ...mn", may_mix="mn")
     yield from move("pixel_shuffle pixel_unshuffle", "...cxy -> ...cxy", may_mix="cxy")
     yield from move("slice_scatter", "...D, ...D -> ...D", may_mix="D", named_by="dim=0")
     yield from move("select_scatter", "...D, ... -> ...D", may_mix="D", named_by="dim=0")
-    yield from move("pad constant_pad_nd", "...D -> ...D", mixes="D", named_by="pad")
+    padded = partial(moved, axes="...D -> ...D", mixes="D")
+    yield from padded("pad constant_pad_nd", named_by="pad", saves="nothing")
+    yield from padded("reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d", named_by="padding")
     yield from move("cat stack repeat tile repeat_interleave")
-    yield from _rows("one_hot", INDEXING, "... -> ...h")
-    yield from _rows("channel_shuffle", INDEXING, "nc... -> nc...", may_mix="c.")
-    yield from _rows(
-        "reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d",
-        INDEXING,
-        "...D -> ...D",
-        mixes="D",
-        named_by="padding",
-    )
-    yield from _rows("embedding_bag scatter_reduce masked_select take histc bincount", INDEXING)
+    yield from moved("one_hot", "... -> ...h")
+    yield from moved("channel_shuffle", "nc... -> nc...", may_mix="c.")
+    yield from moved("embedding_bag scatter_reduce masked_select take histc bincount")
 
 
 def _creations() -> Iterator[OpRow]:
-    def create(names: str, **columns: Any) -> Iterator[OpRow]:
-        return _rows(names, CREATION, saves="nothing", flops="none", **columns)
-
+    create = partial(_rows, family="creation", saves="nothing", flops="none")
     yield from create("rand randn rand_like randn_like normal_functional", stand_in=0.5)
     yield from create("exponential geometric cauchy log_normal uniform", stand_in=0.5)
     yield from create("""
@@ -240,13 +204,10 @@ def _creations() -> Iterator[OpRow]:
 def _losses() -> Iterator[OpRow]:
     """With `reduction`, results have fewer axes than without."""
 
-    def loss(names: str, axes: str = "", **columns: Any) -> Iterator[OpRow]:
-        return _rows(names, LOSS, axes, flops="read", **columns)
-
-    classes: dict[str, Any] = {"averages": "classes"}
-    yield from loss("cross_entropy_loss", saves="indices", hidden="log_softmax", **classes)
-    yield from loss("nll_loss nll_loss_nd", saves="indices", **classes)
-    yield from loss("nll_loss2d", **classes)
+    loss = partial(_rows, family="loss", flops="read")
+    yield from loss("cross_entropy_loss", saves="indices", hidden="log_softmax", averages="classes")
+    yield from loss("nll_loss nll_loss_nd", saves="indices", averages="classes")
+    yield from loss("nll_loss2d", averages="classes")
     yield from loss(
         """mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div
         soft_margin_loss poisson_nll_loss hinge_embedding_loss margin_ranking_loss""",
@@ -263,7 +224,7 @@ def _losses() -> Iterator[OpRow]:
 def _windows() -> Iterator[OpRow]:
     def window(names: str, axes: str, saves: str = "inputs") -> Iterator[OpRow]:
         mixed = "".join(sorted({letter for letter in axes if letter.isalpha()} - {"n"}))
-        return _rows(names, WINDOW, axes, may_mix=mixed, saves=saves)
+        return _rows(names, axes, family="window", may_mix=mixed, saves=saves)
 
     line, plane, box = "...x -> ...x", "...xy -> ...xy", "...xyz -> ...xyz"
     yield from window("adaptive_avg_pool1d avg_pool1d upsample_nearest1d upsample_linear1d", line, "nothing")
@@ -279,21 +240,17 @@ def _windows() -> Iterator[OpRow]:
     yield from window("col2im", "nij -> ncxy", "nothing")
     yield from window("grid_sampler grid_sampler_2d", "ncxy, nuvi -> ncuv | ncxyz, nuvwi -> ncuvw")
     yield from window("affine_grid_generator", "nij -> nuvk | nij -> nuvwk")
-    yield from _rows("local_response_norm", WINDOW, "nc... -> nc...", may_mix="c.")
-
-
-def _assertions() -> Iterator[OpRow]:
-    names = "_assert_tensor_metadata _assert_async _assert_scalar sym_constrain_range"
-    return _rows(names, ASSERTION, saves="nothing", flops="none")
+    yield from _rows("local_response_norm", "nc... -> nc...", family="window", may_mix="c.")
 
 
 def _table() -> dict[str, OpRow]:
     table: dict[str, OpRow] = {}
+    assertions = "_assert_tensor_metadata _assert_async _assert_scalar sym_constrain_range"
     families = (_views, _pointwise, _reductions, _norms, _products, _indexing, _creations, _losses, _windows)
-    for rows in (*families, _assertions):
-        for row in rows():
-            assert row.name not in table, f"{row.name} has two rows"
-            table[row.name] = row
+    rows = chain.from_iterable(family() for family in families)
+    for row in (*rows, *_rows(assertions, family="assertion", saves="nothing", flops="none")):
+        assert row.name not in table, f"{row.name} has two rows"
+        table[row.name] = row
     return table
 
 

@@ -147,22 +147,19 @@ def additions(graph: Graph, parts: list[WeightPart]) -> list[Addition]:
         elif cast and others.isdisjoint(op.writes):
             found.append(Addition(flows=False))
         else:
-            inside, own = _of_product(params[part.weight], dtype) if part.weight else (0, 0)
-            rest = [params[name] for name in dict.fromkeys(op.params) if name != part.weight]
-            found.append(Addition(inside, own + sum([_of_autograd(op, p, cast) for p in rest if p.trainable])))
+            inside = own = 0
+            if part.weight:
+                weight = params[part.weight]
+                if weight.dtype == dtype and dtype not in _HALF:  # the product adds by itself
+                    inside = weight.size_bytes
+                else:
+                    made = math.prod(weight.shape) * 2 if dtype in _HALF else summed_bytes(weight)
+                    own = made + 2 * summed_bytes(weight)
+            table = operands(op)[:1] if row_of(op.target).looks_up else []
+            for param in [params[name] for name in dict.fromkeys(op.params) if name != part.weight]:
+                if param.trainable:
+                    summed = summed_bytes(param)
+                    widened = param.size_bytes + summed if param.dtype in _HALF and not cast else 0
+                    own += 3 * summed + widened + (param.size_bytes if table == [f"%{param.name}"] else 0)
+            found.append(Addition(inside, own))
     return found
-
-
-def _of_product(weight: Param, dtype: str) -> tuple[int, int]:
-    """Return the bytes that the product passes besides, and those of a kernel of its own.  dtype: of the product."""
-    if weight.dtype == dtype and dtype not in _HALF:
-        return weight.size_bytes, 0
-    made = math.prod(weight.shape) * 2 if dtype in _HALF else summed_bytes(weight)
-    return 0, made + 2 * summed_bytes(weight)
-
-
-def _of_autograd(op: Op, param: Param, cast: bool) -> int:
-    summed = summed_bytes(param)
-    widened = param.size_bytes + summed if param.dtype in _HALF and not cast else 0
-    table = row_of(op.target).looks_up and operands(op)[:1] == [f"%{param.name}"]
-    return 3 * summed + widened + (param.size_bytes if table else 0)

@@ -1,6 +1,6 @@
 """The best pipeline over all orders of a DAG, with OR-Tools CP-SAT; the only importer of ortools.
 
-Minimises Z of `pipeline_model` over all ways to put the items of the DAG on positions 0..S-1, so that no edge goes back
+Minimises Z of `certificate` over all ways to put the items of the DAG on positions 0..S-1, so that no edge goes back
 and no position is empty or too full.  g[v, q] = 1 when item v stands at position q or later, x[v, q] when it stands at
 q; t are the items of the critical path; y_q = L_q b_q; o_q is the most that can stand at q beside the critical path
 (items that some cut between neighbours of the path has on neither side):
@@ -26,7 +26,7 @@ from math import ceil
 from ortools.sat.python import cp_model
 
 from autopart.ir.plan import Optimality
-from autopart.passes.proof.pipeline_model import (
+from autopart.passes.proof.certificate import (
     PipelineModel,
     critical_path,
     lower_bound_ns,
@@ -41,7 +41,7 @@ SAFE = 1 << 48
 
 
 def certify(model: PipelineModel, hint: Sequence[int], seconds: float) -> tuple[tuple[int, ...], Optimality]:
-    """Return the pipeline with the least Z (`pipeline_model`) over all orders of the DAG, and the proved bound.
+    """Return the pipeline with the least Z (`certificate`) over all orders of the DAG, and the proved bound.
 
     Every position holds at least one item.  hint: a pipeline that fits, as the position of each item; it bounds the
     search and is the answer if nothing better is found in time.  seconds: wall clock, with the building of the model.
@@ -122,7 +122,12 @@ class _PipelineProgram:
         paces: list[Amount] = []  # y
         for q, slack in enumerate(off_path_slack_ns(self.model, self.path)):
             self.cp.add(self._sum_at(q, [1] * len(self.later)) >= 1)
-            self._limit_memory(q)
+            memory, need = (
+                self.model.memory_bytes[q],
+                [self.model.need_bytes(q, item) for item in range(len(self.later))],
+            )
+            if sum(need) > memory:  # larger needs are cut off there, which keeps the numbers small
+                self.cp.add(self._sum_at(q, [min(size, memory + 1) for size in need]) <= memory)
             paces.append(self._pace_at(q, times[q], slack // self.unit))
             self.cp.add(micros * times[q] <= self.objective)
             self.cp.add(sum(paces[:q]) + micros * paces[q] <= self.objective)
@@ -160,13 +165,6 @@ class _PipelineProgram:
         self.cp.add(pace >= self._sum_at(q, [t if item in path else 0 for item, t in enumerate(times)]))
         self.cp.add(pace >= time - slack + slack * on)
         return pace
-
-    def _limit_memory(self, q: int) -> None:
-        """Limit the memory of position q; larger needs are cut off there, which keeps the numbers small."""
-        memory = self.model.memory_bytes[q]
-        need = [self.model.need_bytes(q, item) for item in range(len(self.later))]
-        if sum(need) > memory:
-            self.cp.add(self._sum_at(q, [min(size, memory + 1) for size in need]) <= memory)
 
     def hint(self, position_of: Sequence[int]) -> None:
         """Start from this pipeline."""

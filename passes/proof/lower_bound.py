@@ -29,7 +29,6 @@ from itertools import pairwise
 
 import numpy as np
 
-from autopart.ir.cluster import Cluster
 from autopart.ir.graph import Size
 from autopart.passes.graph.cuts import Floats, Ints
 from autopart.passes.search.partition import INFEASIBLE
@@ -47,17 +46,15 @@ def lower_bound(space: SearchSpace, *, orders: bool = False) -> int:
     Ways to cut the batch are tried by their cheap bounds, until none can lower the least one any more.
     O(ways * devices^2 * blocks^2), or less.
     """
-    cheap = sorted((_cheap_bound(space, rows, orders), rows) for rows in space.request.micro_rows)
+    cheap = sorted(
+        (max(work_bound(space, rows), _path_bound(space, max(rows), orders)), rows) for rows in space.request.micro_rows
+    )
     least = _bound(space, *cheap[0], orders)
     for cheap_bound, rows in cheap[1:]:
         if cheap_bound >= least:
             break
         least = min(least, _bound(space, cheap_bound, rows, orders))
     return least
-
-
-def _cheap_bound(space: SearchSpace, micro_rows: tuple[int, ...], orders: bool) -> int:
-    return max(work_bound(space, micro_rows), _path_bound(space, max(micro_rows), orders))
 
 
 def _bound(space: SearchSpace, cheap_bound: int, micro_rows: tuple[int, ...], orders: bool) -> int:
@@ -183,20 +180,16 @@ def _optimistic(space: SearchSpace, replicas: int, share: int) -> tuple[Ints, In
     by_type = [chain.range_costs(Size(share), device_type) for device_type in range(len(context.device_types))]
     forward = np.min([costs.ranges("fwd_ns") for costs in by_type], axis=0)
     backward = np.min([costs.ranges("bwd_ns") for costs in by_type], axis=0)
-    all_reduce = 2 * (replicas - 1) / replicas * 1e9 / _best_rate(context.cluster, replicas)
+    # the slowest port that any ring must pass is one of each level whose inner groups cannot hold all its ranks
+    levels = context.cluster.levels
+    needed = [outer.link.bytes_per_s for inner, outer in pairwise(levels) if replicas > inner.size]
+    rate = min(needed, default=max(level.link.bytes_per_s for level in levels))
+    all_reduce = 2 * (replicas - 1) / replicas * 1e9 / rate
     optimizer = min(optimizer_ns(1 << 30, context.state_factor, device) for device in context.device_types) / (1 << 30)
     if space.request.may_shard:
         optimizer /= replicas
     after = np.floor(chain.trained * (all_reduce + optimizer)).astype(np.int64)
     return forward, backward, np.maximum(after - 1, 0)
-
-
-def _best_rate(cluster: Cluster, ranks: int) -> int:
-    """Return the bytes/s of the slowest port that any ring over `ranks` ranks must pass: one of each level whose inner
-    groups cannot hold them all."""
-    levels = cluster.levels
-    needed = [outer.link.bytes_per_s for inner, outer in pairwise(levels) if ranks > inner.size]
-    return min(needed, default=max(level.link.bytes_per_s for level in levels))
 
 
 def _least_latency(n: int, devices: int, tables: Mapping[int, tuple[Ints, Ints]]) -> int:

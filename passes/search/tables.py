@@ -222,7 +222,7 @@ class StageCostTables:
         backwards = [self._sums(_row(costs, "bwd_ns")) for costs in by_type]
         asked = self.space.asked_blocks >= 0
         again = by_speed([self._sums(np.where(asked, _row(costs, "fwd_ns"), 0)) for costs in by_type])
-        tail = np.min([self._by_length(costs.longest_tail) for costs in by_type], axis=0)
+        tail = np.min([self._by_length(costs.largest["tail_ns"]) for costs in by_type], axis=0)
         forward, backward = by_speed(forwards), by_speed(backwards)
         both_ways = by_speed([one + other for one, other in zip(forwards, backwards, strict=True)])
         time = np.where(self._legal(self.space.legal), both_ways + again, INFEASIBLE)
@@ -301,7 +301,7 @@ class StageCostTables:
         if not request.may_recompute:
             return np.where(over > 0, 2.0, 0.0)
         blocks = np.full(over.shape, 2.0)
-        heaviest = self.space.chain.range_costs(Size(share), place.device_types[0]).heaviest
+        heaviest = self.space.chain.range_costs(Size(share), place.device_types[0]).largest["saved_bytes"]
         excess = over + np.maximum(self._by_length(heaviest) - memory.redone, 0)
         np.divide(excess, live * memory.gained, out=blocks, where=memory.gained > 0)
         np.minimum(blocks, in_groups, out=blocks)
@@ -320,7 +320,7 @@ class StageCostTables:
         under_way = np.where(self._learns, MESSAGES_AHEAD, max(MESSAGES_AHEAD, len(self.micro_rows))).astype(np.int64)
         messages = MESSAGES_AHEAD * enters + under_way * costs.crossing[ends_of(chain.n, self.longest)]
         saved, edges, redone = self._asked_memory(costs)
-        static = weights + state + self._by_length(costs.scratch) + messages + redone
+        static = weights + state + self._by_length(costs.largest["scratch_bytes"]) + messages + redone
         sizes = zip(chain.blocks.values, chain.range_costs(Size(self._rows)).sizes.tolist(), strict=True)
         inputs = sum(size for value, size in sizes if value.name in chain.blocks.inputs)
         static[0] += len(self.micro_rows) * -(-inputs // replicas)

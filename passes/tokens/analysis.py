@@ -8,21 +8,21 @@ belong to slices, since their gradients would be lost otherwise.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
 from autopart.ir.errors import RefusedError
 from autopart.ir.graph import Graph, Op
+from autopart.passes.ops.flops import operands
 from autopart.passes.ops.row import CREATION, LOSS, VIEW
 from autopart.passes.ops.table import op_name, row_of
 from autopart.passes.tokens.causality import Causality
 from autopart.passes.tokens.context import Model, Numbers, Refused, TokenOp
-from autopart.passes.tokens.loss_rules import loss, of_sums
 from autopart.passes.tokens.propagation import by_letters
-from autopart.passes.tokens.recipe import PLAIN, SIZES, WHOLE, Form, OpRecipe, Recipe
+from autopart.passes.tokens.recipe import CAUSAL, DIAGONAL, PLAIN, SIZES, WHOLE, Claim, Form, OpRecipe, Recipe
 from autopart.passes.tokens.routing_rules import routed, sort
-from autopart.passes.tokens.rules import HALO, RULES, drawn, made, opaque
-from autopart.passes.tokens.windows import limit_windows
+from autopart.passes.tokens.rules import HALO, RULES, drawn, loss, made, of_sums, opaque
 
 _FIX = "leave token_slices out: the model is then trained on whole sequences"
 _ARRANGING = ("cat", "repeat", "tile", "repeat_interleave")
@@ -86,14 +86,6 @@ class _Analysis:
         for op in self._graph.ops:
             if op.name not in self._prologue:
                 self._see(op)
-        refused = self._refusal()
-        if refused is not None:
-            return refused
-        ops, reach = limit_windows(self._graph, self._ops, self._chain, self._causality.reach_of)
-        guards = tuple(self._causality.checks.values())
-        return Recipe(self._model.tokens, frozenset(self._prologue), ops, self._chain, guards, reach)
-
-    def _refusal(self) -> RefusedError | None:
         graph, model = self._graph, self._model
         output = graph.outputs[0]
         if output in self._refused:
@@ -103,7 +95,9 @@ class _Analysis:
             return _refusal(model.writer[value], f"it changes buffer {buffer}, once for every slice")
         if not model.form(output).partial:
             return _refusal(model.writer[output], "the loss does not add up over the tokens")
-        return None
+        ops, reach = _limit_windows(self._graph, self._ops, self._chain, self._causality.reach_of)
+        guards = tuple(self._causality.checks.values())
+        return Recipe(self._model.tokens, frozenset(self._prologue), ops, self._chain, guards, reach)
 
     def _see(self, op: Op) -> None:
         model = self._model
@@ -153,7 +147,9 @@ class _Analysis:
         """For operands that are parameters or made by the prologue: token by token where possible, else every slice
         computes the whole result."""
         model = self._model
-        seeds = [self._seed(ref) for ref in op.refs]
+        axes = {ref: model.varying(ref) if ref in model.full else () for ref in op.refs}
+        layouts = [model.layout(ref, axes[ref][0]) if len(axes[ref]) == 1 else None for ref in op.refs]
+        seeds = [None if layout is None else Form(queries=layout) for layout in layouts]
         if any(model.varying(name) for name in op.op.writes) and any(seeds):
             op.forms = [seed or WHOLE for seed in seeds]
             with suppress(Refused):
@@ -162,11 +158,6 @@ class _Analysis:
                     self._causality.proven(op.op.name, recipe)
                     return recipe
         return op.recipe(WHOLE, (WHOLE,) * len(op.refs))
-
-    def _seed(self, ref: str) -> Form | None:
-        axes = self._model.varying(ref)
-        layout = self._model.layout(ref, axes[0]) if ref in self._model.full and len(axes) == 1 else None
-        return Form(queries=layout) if layout is not None else None
 
     def _note_chain(self, op: Op, recipe: OpRecipe) -> None:
         """Note a value that only rearranges another one, of which its earlier tokens can be made too."""
@@ -193,3 +184,62 @@ def _refusal(op: Op, why: str, fix: str = "") -> RefusedError:
         why=why,
         fix=f"{fix}, or {_FIX}" if fix else _FIX,
     )
+
+
+def _limit_windows(
+    graph: Graph,
+    ops: Mapping[str, OpRecipe],
+    chain: Mapping[str, str],
+    reach_of: Callable[[Sequence[Claim]], int | None],
+) -> tuple[dict[str, OpRecipe], dict[str, int]]:
+    """The recipes with their keys limited to windows, and the reach of values that are read with earlier tokens.
+
+    Where masks hide old keys too, slices neither keep nor read them.  Ops that share an axis of keys form a group,
+    which reads back as far as all its masks show: what was proven of later keys (`causality`) is asked again of old
+    ones.  A group reads all keys where it relies on anything else.
+    chain: see `Recipe`.  reach_of: the window that claims prove, None for all keys.  O(ops + windows * masks).
+    """
+    changed, reach = dict(ops), dict[str, int]()
+    for members, values in _groups(graph, ops, chain):
+        claims = [claim for name in members for claim in ops[name].relies_on]
+        own = None if any(ops[name].how in (CAUSAL, DIAGONAL) for name in members) else reach_of(claims)
+        if own is None:
+            continue
+        for name in members:
+            recipe = ops[name]
+            reads = tuple(form.reaching(own) for form in recipe.reads)
+            results = {result: form.reaching(own) for result, form in recipe.results.items()}
+            changed[name] = replace(recipe, reads=reads, results=results)
+        reach.update(dict.fromkeys(values, own))
+    return changed, reach
+
+
+def _groups(
+    graph: Graph, ops: Mapping[str, OpRecipe], chain: Mapping[str, str]
+) -> Iterator[tuple[list[str], list[str]]]:
+    """(ops, values of own tokens that they read with earlier ones) that share an axis of keys."""
+    forms: dict[str, Form] = {name: form for recipe in ops.values() for name, form in recipe.results.items()}
+    groups: dict[tuple[str, str], set[tuple[str, str]]] = {}  # of ("op", name) and ("value", name)
+
+    def join(a: tuple[str, str], b: tuple[str, str]) -> None:
+        small, large = sorted((groups.get(a, {a}), groups.get(b, {b})), key=len)
+        large |= small
+        groups.update(dict.fromkeys((a, b, *small), large))
+
+    for op in graph.ops:
+        if op.name not in ops:
+            continue
+        refs = [ref[1:] for ref in operands(op)]
+        held = [name for name in (*refs, *op.writes) if name in forms and forms[name].keys is not None]
+        for ref, read in zip(refs, ops[op.name].reads, strict=True):
+            if read.keys is not None and ref in forms and forms[ref].keys is None:
+                held.append(ref)
+                while ref in chain:  # what a value is made of shares its axis too
+                    join(("value", ref), ("value", chain[ref]))
+                    ref = chain[ref]
+        for name in held:
+            join(("op", op.name), ("value", name))
+    for joined in {id(group): group for group in groups.values()}.values():
+        group = sorted(joined)  # the order of a set differs between processes
+        values = [name for kind, name in group if kind == "value" and forms[name].keys is None]
+        yield [name for kind, name in group if kind == "op"], values

@@ -30,8 +30,32 @@ from autopart.passes.tokens.recipe import (
 from autopart.passes.tokens.scores import RESHAPED, SAME, ScoreTerms, hiding_limit, of_operand, of_reshaped
 
 _AND, _OR = ("logical_and", "bitwise_and", "__and__"), ("logical_or", "bitwise_or", "__or__")
-_NOT = ("logical_not", "bitwise_not")
 _OPPOSITE = {FALSE: TRUE, TRUE: FALSE, ZERO: ONE, ONE: ZERO}
+_SUFFICES: dict[tuple[str, str], Sequence[Sequence[tuple[str, str]]]] = {
+    ("sub", MINUS_INF): [[("self", MINUS_INF)]],  # of a softmax that is written out: -inf minus the largest score
+    ("sub", ZERO): [[("self", ONE), ("other", ONE)]],
+    ("sub", ONE): [[("self", ONE), ("other", ZERO)]],
+    ("rsub", ZERO): [[("other", ONE), ("self", ONE)]],  # 1 - mask
+    ("rsub", ONE): [[("other", ONE), ("self", ZERO)]],
+    ("mul", ONE): [[("self", ONE), ("other", ONE)]],
+    ("mul", ZERO): [[("self", ZERO)], [("other", ZERO)]],
+    ("div", ZERO): [[("self", ZERO)]],
+    ("exp", ZERO): [[("self", MINUS_INF)]],
+    **{(name, w): [[("self", o)]] for w, o in _OPPOSITE.items() for name in ("logical_not", "bitwise_not")},
+}
+"""(op, what its result is claimed to be) -> ways to show that: arguments that have to be something, all of one way."""
+for _what in (NEGATIVE, MINUS_INF):
+    _SUFFICES |= {
+        **{(name, _what): [[("self", _what)], [("other", _what)]] for name in ("minimum", "add")},
+        ("maximum", _what): [[("self", _what), ("other", _what)]],
+        ("mul", _what): [[("self", ONE), ("other", _what)], [("other", ONE), ("self", _what)]],  # (1 - mask) * -inf
+    }
+for _what in (*_OPPOSITE, NEGATIVE, MINUS_INF):
+    _chosen, _rest = ("self", _what), ("other", _what)
+    _SUFFICES |= {
+        ("where", _what): [[_chosen, _rest], [_chosen, ("condition", TRUE)], [_rest, ("condition", FALSE)]],
+        ("masked_fill", _what): [[("value", _what), ("mask", TRUE)], [("value", _what), ("self", _what)]],
+    }
 _FACTORS = ("dropout", "native_dropout", "neg", "abs", "relu", "square", "sqrt", "tanh", "sin")
 _ADVICE = (
     "combine the mask with a causal one by &, torch.where or masked_fill, with -inf or the least number of its type"
@@ -48,7 +72,7 @@ class Causality:
     def __init__(self, model: Model, reach: int | None = None) -> None:
         self._model, self.reach = model, reach
         self.checks: dict[tuple[object, ...], MaskGuard] = {}
-        self._seen: dict[Claim, None] = {}
+        self._ages: set[int] = set()  # in tokens, of the oldest keys that constants show to a query
         self._known: dict[Claim, bool] = {}
         self._visible: dict[tuple[object, ...], bool] = {}
 
@@ -78,39 +102,30 @@ class Causality:
     @cached_property
     def _windows(self) -> list[Causality]:
         """Proofs about keys older than those that constants show, the shortest reach first."""
-        ages = {self._oldest(*claim) for claim in self._seen} - {None}
-        last = self._model.tokens - 1
-        return [Causality(self._model, age) for age in sorted(a for a in ages if a is not None) if age < last]
-
-    def _oldest(self, at: QueryKeyAxes, what: str) -> int | None:
-        """The age in tokens of the oldest key that a constant shows to a query; None where it hides none."""
-        there = self._there(at, what)
-        if there is None:
-            return None
-        queries, keys = np.nonzero(~there)
-        return max(0, int((queries - keys).max(initial=0)))
+        return [Causality(self._model, age) for age in sorted(self._ages) if age < self._model.tokens - 1]
 
     def holds(self, at: QueryKeyAxes, what: str) -> bool:
         """Whether a value is `what` wherever the key is later than the query."""
         claim = at, what
         if claim not in self._known:
-            self._known[claim] = self._holds(at, what)
+            op = self._model.writer.get(at.value)
+            if at.value in self._model.fixed:
+                self._known[claim] = self._numbers_hold(at, what)
+            else:
+                self._known[claim] = op is not None and self._op_holds(TokenOp(self._model, op), at, what)
         return self._known[claim]
-
-    def _holds(self, at: QueryKeyAxes, what: str) -> bool:
-        if at.value in self._model.fixed:
-            return self._numbers_hold(at, what)
-        op = self._model.writer.get(at.value)
-        return op is not None and self._op_holds(TokenOp(self._model, op), at, what)
 
     def _numbers_hold(self, at: QueryKeyAxes, what: str) -> bool:
         there = self._there(at, what)
         if there is None:
             return False
-        asked = _later(there.shape) if self.reach is None else _older(there.shape, self.reach)
+        cells = np.ones(there.shape, dtype=bool)
+        asked = np.triu(cells, 1) if self.reach is None else np.tril(cells, -self.reach - 1)
         if not np.all(there | ~asked):
             return False
-        self._seen[at, what] = None
+        if self.reach is None:
+            queries, keys = np.nonzero(~there)
+            self._ages.add(int((queries - keys).max(initial=0)))
         return True
 
     def _there(self, at: QueryKeyAxes, what: str) -> np.ndarray | None:
@@ -138,21 +153,17 @@ class Causality:
             every = (op.name in _OR) == (what in (FALSE, ZERO))
             found = [self._operand(op, number, at, what) for number in range(len(op.refs))]
             return all(found) if every else any(found)
-        if op.name in _NOT:
-            return what in _OPPOSITE and self._operand(op, 0, at, _OPPOSITE[what])
         if op.name in SAME or op.name == "_to_copy":
             return self._copied(op, at, what)
         if op.name in RESHAPED:
             moved = of_reshaped(op.refs[0], op.shapes[0], op.shape, at)
             return moved is not None and self.holds(moved, what)
-        if op.name == "where":
-            return self._where(op, at, what)
-        if op.name == "masked_fill":
-            filled = self._operand(op, 1, at, TRUE)
-            return (filled or self._operand(op, 0, at, what)) and self._is(op, "value", at, what)
-        if what in (NEGATIVE, MINUS_INF):
-            return self._negative(op, at, what)
-        return what in (ZERO, ONE) and self._zero(op, at, what)
+        if op.name == "add" and op.arg("alpha", 1) != 1:
+            return False
+        if (op.name, what) in _SUFFICES:
+            ways = _SUFFICES[op.name, what]
+            return any(all(self._is(op, key, at, wanted) for key, wanted in way) for way in ways)
+        return what == ZERO and self._zero(op, at)
 
     def _copied(self, op: TokenOp, at: QueryKeyAxes, what: str) -> bool:
         if op.name == "slice" and op.shapes[0] != op.shape:
@@ -164,41 +175,10 @@ class Causality:
             what = {ZERO: FALSE, ONE: TRUE}.get(what, what)
         return self._operand(op, 0, at, what)
 
-    def _where(self, op: TokenOp, at: QueryKeyAxes, what: str) -> bool:
-        chosen, rest = self._is(op, "self", at, what), self._is(op, "other", at, what)
-        if chosen and rest:
-            return True
-        if chosen:
-            return self._operand(op, 0, at, TRUE)
-        return rest and self._operand(op, 0, at, FALSE)
-
-    def _negative(self, op: TokenOp, at: QueryKeyAxes, what: str) -> bool:
-        sides = ("self", "other")
-        if op.name == "minimum" or (op.name == "add" and op.arg("alpha", 1) == 1):
-            return any(self._is(op, key, at, what) for key in sides)
-        if op.name == "sub":  # of a softmax that is written out: -inf minus the largest score
-            return what == MINUS_INF and self._is(op, "self", at, what)
-        if op.name == "maximum":
-            return all(self._is(op, key, at, what) for key in sides)
-        if op.name == "mul":  # (1 - mask) * -inf: 1 where it hides, times a number that is very negative
-            pairs = (sides, sides[::-1])
-            return any(self._is(op, a, at, ONE) and self._is(op, b, at, what) for a, b in pairs)
-        return False
-
-    def _zero(self, op: TokenOp, at: QueryKeyAxes, what: str) -> bool:
-        if op.name in ("sub", "rsub"):  # 1 - mask
-            first, second = ("self", "other") if op.name == "sub" else ("other", "self")
-            return self._is(op, first, at, ONE) and self._is(op, second, at, _OPPOSITE[what])
-        if what == ONE:
-            return op.name == "mul" and all(self._is(op, key, at, ONE) for key in ("self", "other"))
-        if op.name in ("mul", "div"):
-            keys = ("self", "other") if op.name == "mul" else ("self",)
-            return any(self._is(op, key, at, ZERO) for key in keys)
+    def _zero(self, op: TokenOp, at: QueryKeyAxes) -> bool:
         if op.name in ("softmax", "_softmax", "_safe_softmax"):
             along = op.axis("dim", len(op.shape), -1)
             return along == at.keys and self._operand(op, 0, at, NEGATIVE)
-        if op.name == "exp":
-            return self._operand(op, 0, at, MINUS_INF)
         if op.name == "tril" and self.reach is None:
             last = len(op.shape) - 1
             return (at.queries, at.keys) == (last - 1, last) and op.number("diagonal", 0) <= 0
@@ -254,20 +234,10 @@ class Causality:
             found = self._model.numbers.of(at.value)
             assert found is not None  # it was looked at
             shown.append((at, found * factor > least))
-        seen = ~_later(self._sizes(shown[0][1].shape, shown[0][0]))
+        seen = np.tril(np.ones(self._sizes(shown[0][1].shape, shown[0][0]), dtype=bool))
         for at, cells in shown:
             seen = seen & _over_others(cells, at)
         return bool(np.all(np.any(seen, axis=1)))
-
-
-def _later(sizes: tuple[int, ...]) -> np.ndarray:
-    """Where the key is later than the query."""
-    return np.triu(np.ones(sizes, dtype=bool), 1)
-
-
-def _older(sizes: tuple[int, ...], reach: int) -> np.ndarray:
-    """Where the key is more than `reach` tokens before the query."""
-    return np.tril(np.ones(sizes, dtype=bool), -reach - 1)
 
 
 def _over_others(found: np.ndarray, at: QueryKeyAxes) -> np.ndarray:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -29,12 +29,12 @@ class Numbers(Protocol):
         every slice that was tried."""
 
 
+@dataclass(eq=False)
 class Refused(Exception):
     """Ends a rule: the op cannot run slice by slice."""
 
-    def __init__(self, why: str, fix: str = "") -> None:
-        self.why, self.fix = why, fix
-        super().__init__(why)
+    why: str
+    fix: str = ""
 
 
 class Model:
@@ -127,8 +127,3 @@ class TokenOp(OpCall):
     def recipe(self, form: Form, reads: Sequence[Form] | None = None, how: str = "", amount: int = 0) -> OpRecipe:
         """A recipe with one form for all results.  reads: the forms of the operands where it is left out."""
         return OpRecipe(tuple(self.forms if reads is None else reads), dict.fromkeys(self.op.writes, form), how, amount)
-
-
-def before(shape: Shape, axis: int) -> int:
-    """The number of elements in the axes before this one."""
-    return math.prod(shape[:axis])

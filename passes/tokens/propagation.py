@@ -12,19 +12,9 @@ from dataclasses import replace
 
 from autopart.passes.ops.letters import Names
 from autopart.passes.ops.row import POINTWISE
+from autopart.passes.tokens import recipe as words
 from autopart.passes.tokens.context import Refused, TokenOp
-from autopart.passes.tokens.recipe import (
-    MEAN,
-    PLAIN,
-    SIZES,
-    WHOLE,
-    ZERO,
-    Claim,
-    Form,
-    OpRecipe,
-    QueryKeyAxes,
-    TokenLayout,
-)
+from autopart.passes.tokens.recipe import WHOLE, Claim, Form, OpRecipe, QueryKeyAxes, TokenLayout
 
 Role = tuple[bool, TokenLayout]
 """Of a letter: whether the tokens before the slice are there too, and how it holds them."""
@@ -122,7 +112,10 @@ class TokenLetters:
         op = self._op
         reads = [self._read(*operand) for operand in zip(op.refs, self.operands, op.forms, strict=False)]
         reads += [WHOLE] * (len(op.refs) - len(reads))
-        self._check_mixed()
+        for name in self.roles:
+            if name[0] in op.row.mixes + op.row.may_mix and name not in self._allowed:
+                doing = "picks some" if op.name in ("select", "unbind") else "mixes all"
+                raise Refused(f"it {doing} of the tokens ({op.name} along them)")
         summed = self._summed()
         partial = summed is not None and not self.roles[summed][0]
         relies_on = () if summed is None or partial else self._hidden(summed)
@@ -153,12 +146,6 @@ class TokenLetters:
             read = replace(read, keys=layout) if prefix else replace(read, queries=layout)
         return read
 
-    def _check_mixed(self) -> None:
-        for name in self.roles:
-            if name[0] in self._op.row.mixes + self._op.row.may_mix and name not in self._allowed:
-                doing = "picks some" if self._op.name in ("select", "unbind") else "mixes all"
-                raise Refused(f"it {doing} of the tokens ({self._op.name} along them)")
-
     def _summed(self) -> str | None:
         """The letter with tokens that is summed over."""
         summed = [name for name in self.roles if name not in self._results[0] and name not in self._allowed]
@@ -174,7 +161,7 @@ class TokenLetters:
         """A sum over keys counts no later one where an operand is 0 there."""
         query = next((name for name, (prefix, _) in self.roles.items() if not prefix), None)
         claims = [
-            (QueryKeyAxes(ref, names.index(query), names.index(keys)), ZERO)
+            (QueryKeyAxes(ref, names.index(query), names.index(keys)), words.ZERO)
             for ref, names in zip(self._op.refs, self.operands, strict=False)
             if query in names and keys in names
         ]
@@ -195,10 +182,10 @@ class TokenLetters:
     def _how(self, partial: bool) -> str:
         op = self._op
         if partial and op.row.linear == "mean":
-            return MEAN
+            return words.MEAN
         if op.name in _SIZE_ARGUMENTS:
-            return SIZES
+            return words.SIZES
         changing = op.differing() - _ENDS.get(op.name, set())
         if changing and op.row.family != POINTWISE:
             raise Refused(f"its argument {min(changing)} changes with the number of tokens")
-        return PLAIN
+        return words.PLAIN

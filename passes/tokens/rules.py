@@ -1,4 +1,4 @@
-"""Rules for ops that letters do not describe enough: what moves tokens, attention, and what is made from nothing.
+"""Rules for ops that letters do not describe enough: what moves tokens, attention, what is made from nothing, losses.
 
 A rule returns the recipe of an op, or raises Refused.  It may rely on: no operand is refused or `partial`, at least one
 holds tokens, and none has a halo unless the op is one of `HALO`.
@@ -10,25 +10,20 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
+from autopart.passes.ops.context import around_indices
 from autopart.passes.ops.letters import bound, ints
-from autopart.passes.tokens.context import Refused, TokenOp, before
+from autopart.passes.ops.row import VIEW
+from autopart.passes.ops.table import op_name
+from autopart.passes.tokens import recipe as words
+from autopart.passes.tokens.context import Refused, TokenOp
 from autopart.passes.tokens.propagation import TokenLetters, by_letters
-from autopart.passes.tokens.recipe import (
-    CAUSAL,
-    DIAGONAL,
-    DRAWN,
-    FALSE,
-    MADE,
-    MINUS_INF,
-    NEGATIVE,
-    SIZES,
-    WHOLE,
-    Form,
-    OpRecipe,
-    QueryKeyAxes,
-)
+from autopart.passes.tokens.recipe import WHOLE, Form, OpRecipe, QueryKeyAxes, TokenLayout
 from autopart.passes.tokens.state_rules import STATE_RULES, shifted, window
 
+_NONE, _MEAN = 0, 1
+_LINEAR = ("mul", "div", "neg", "_to_copy", "clone", "detach", "sum", "to", "alias")
+_DRAWS_ALIKE = ("dropout", "native_dropout", "scaled_dot_product_attention")
+"""Random ops whose draws depend on no number of their operands."""
 HALO = (*STATE_RULES, "slice")
 """Ops whose rules know operands that hold tokens before their slice too."""
 
@@ -41,8 +36,8 @@ def reshape(op: TokenOp) -> OpRecipe:
         raise Refused("it merges the tokens of queries and keys")
     found = Form(order=form.order)
     for (prefix, layout), axis in zip(sorted(form.roles(), key=lambda role: role[1].axis), growing, strict=True):
-        ahead = before(shape, layout.axis) * layout.stride
-        stride, rest = divmod(ahead, before(out, axis))
+        ahead = math.prod(shape[: layout.axis]) * layout.stride
+        stride, rest = divmod(ahead, math.prod(out[:axis]))
         block, more = divmod(out[axis], stride * (op.model.tokens - layout.short)) if stride else (0, 1)
         if rest or more or not block:
             raise Refused("the tokens are no longer in order after it")
@@ -50,7 +45,7 @@ def reshape(op: TokenOp) -> OpRecipe:
             raise Refused("it reshapes tokens that were sorted")
         moved = replace(layout, axis=axis, stride=stride, block=block)
         found = replace(found, keys=moved) if prefix else replace(found, queries=moved)
-    return op.recipe(found, (form, *([WHOLE] * (len(op.refs) - 1))), SIZES)
+    return op.recipe(found, (form, *([WHOLE] * (len(op.refs) - 1))), words.SIZES)
 
 
 def take(op: TokenOp) -> OpRecipe:
@@ -72,12 +67,12 @@ def take(op: TokenOp) -> OpRecipe:
     fewer = layout.stride * (op.model.fewer - layout.short) * layout.block
     other_start, other_end = bound(twin.get("start"), 0, fewer), bound(twin.get("end"), fewer, fewer)
     if (start, end) == (0, size) and (other_start, other_end) == (0, fewer):
-        return op.recipe(form, how=SIZES)
+        return op.recipe(form, how=words.SIZES)
     missing = size - end
     plain = (layout.stride, layout.block) == (1, 1) and form.keys is None
     if start or other_start or missing != fewer - other_end or not plain:
         raise Refused(f"it picks some of the tokens by their place ([{start}:{end}] of {size})")
-    return op.recipe(Form(queries=replace(layout, short=layout.short + missing)), how=SIZES, amount=missing)
+    return op.recipe(Form(queries=replace(layout, short=layout.short + missing)), how=words.SIZES, amount=missing)
 
 
 def join(op: TokenOp) -> OpRecipe:
@@ -117,13 +112,13 @@ def attention(op: TokenOp) -> OpRecipe:
         lengths = {(layout.stride, layout.block, layout.short) for _, layout in (query, key)}
         if len(lengths) > 1 or next(iter(lengths))[:2] != (1, 1):
             raise Refused("its is_causal= is meant for queries and keys of one length")
-        return replace(recipe, how=CAUSAL)
+        return replace(recipe, how=words.CAUSAL)
     mask = op.ref("attn_mask")
     if mask is None:
         raise Refused("it attends to all tokens: there is neither a mask nor is_causal=", "use causal attention")
     pairs = zip(letters.operands[3], op.model.shape(mask), strict=True)
     axes = {name: axis for axis, (name, size) in enumerate(pairs) if size > 1}
-    hides = FALSE if op.model.dtype(mask) == "bool" else NEGATIVE
+    hides = words.FALSE if op.model.dtype(mask) == "bool" else words.NEGATIVE
     return replace(recipe, relies_on=((QueryKeyAxes(mask, axes.get("q"), axes.get("k")), hides),))
 
 
@@ -136,7 +131,7 @@ def softmax(op: TokenOp) -> OpRecipe:
     if form.queries is None:
         raise Refused("it is taken over all tokens")
     scores = QueryKeyAxes(op.refs[0], form.queries.axis, along)
-    return replace(op.recipe(form), relies_on=((scores, NEGATIVE),))
+    return replace(op.recipe(form), relies_on=((scores, words.NEGATIVE),))
 
 
 def largest(op: TokenOp) -> OpRecipe:
@@ -148,7 +143,7 @@ def largest(op: TokenOp) -> OpRecipe:
     axis = form.queries.axis - (not keepdim and form.queries.axis > form.keys.axis)
     scores = QueryKeyAxes(op.refs[0], form.queries.axis, form.keys.axis)
     recipe = op.recipe(Form(queries=replace(form.queries, axis=axis)), (form,))
-    return replace(recipe, relies_on=((scores, MINUS_INF),))
+    return replace(recipe, relies_on=((scores, words.MINUS_INF),))
 
 
 def triangle(op: TokenOp) -> OpRecipe:
@@ -160,7 +155,7 @@ def triangle(op: TokenOp) -> OpRecipe:
         raise Refused("it cuts scores along other axes than queries and keys")
     if any((layout.stride, layout.block) != (1, 1) for _, layout in form.roles()):
         raise Refused("it cuts scores whose tokens are merged with another axis")
-    return op.recipe(form, how=DIAGONAL)
+    return op.recipe(form, how=words.DIAGONAL)
 
 
 def made(op: TokenOp) -> OpRecipe:
@@ -169,7 +164,7 @@ def made(op: TokenOp) -> OpRecipe:
         raise Refused("it makes numbers in a way that is not known")
     if isinstance(op.arg("fill_value"), str):
         raise Refused("it fills with a number that is computed")
-    return op.recipe(WHOLE, (WHOLE,) * len(op.refs), MADE)
+    return op.recipe(WHOLE, (WHOLE,) * len(op.refs), words.MADE)
 
 
 def repeated(op: TokenOp) -> OpRecipe:
@@ -192,48 +187,25 @@ def repeat_interleave(op: TokenOp) -> OpRecipe:
 
 
 def index(op: TokenOp) -> OpRecipe:
-    """x[:, :, i] along axes without tokens; table[i] with an index for every token.
-
-    What is picked lies where the indices lie if those are next to each other, else in front.
-    """
-    shape, form, used = op.shapes[0], op.forms[0], _picks(op)
-    axes = sorted(used)
-    ndim = max(len(op.shapes[number]) for number in used.values())
-    adjacent = axes == list(range(axes[0], axes[0] + len(axes)))
-    start = axes[0] if adjacent else 0
-    picked = [op.forms[number] for number in used.values() if not op.forms[number].whole]
+    """x[:, :, i] along axes without tokens; table[i] with an index for every token."""
+    shape, form = op.shapes[0], op.forms[0]
+    axes, names = zip(*sorted(op.picks(len(shape)).items()), strict=True)
+    numbers = [op.refs.index(name[1:]) for name in names]
+    start, moved = around_indices(axes, max(len(op.shapes[number]) for number in numbers))
+    picked = [op.forms[number] for number in numbers if not op.forms[number].whole]
     if form.whole:
         if len(set(zip(op.forms[1:], op.shapes[1:], strict=True))) > 1:
             raise Refused("it picks by several indices, which do not all hold the tokens")
         if picked[0].queries is None or picked[0].keys is not None:
             raise Refused("it picks, for every two tokens, by an index")
         return op.recipe(picked[0].moved(lambda axis: start + axis))
-    if picked or any(op.model.varying(op.refs[number]) for number in used.values()) or op.differing():
+    if picked or any(op.model.varying(op.refs[number]) for number in numbers) or op.differing():
         raise Refused("it picks, for every token, from the tokens")
     if any(layout.axis in axes for _, layout in form.roles()):
         raise Refused("it picks some of the tokens by an index")
     if any(op.model.dtype(ref) in ("bool", "uint8") for ref in op.refs[1:]) or len(shape) < len(axes):
         raise Refused("it indexes with a mask")
-
-    def moved(axis: int) -> int:
-        kept = sum(1 for before in range(axis) if before not in axes)
-        return kept + ndim if not adjacent or axis > start else kept
-
     return op.recipe(form.moved(moved))
-
-
-def _picks(op: TokenOp) -> dict[int, int]:
-    """Axis to the number of the operand that indexes it."""
-    if op.name == "index_select":
-        return {op.axis("dim", len(op.shapes[0])): 1}
-    picks = op.arg("indices")
-    assert isinstance(picks, tuple)
-    return {axis: n for n, axis in enumerate((a for a, pick in enumerate(picks) if isinstance(pick, str)), start=1)}
-
-
-def in_pairs(op: TokenOp) -> OpRecipe:
-    """view_as_complex, view_as_real: a last axis of two real numbers is one complex number."""
-    return op.recipe(op.forms[0])
 
 
 def batch_norm(op: TokenOp) -> OpRecipe:
@@ -267,13 +239,79 @@ def drawn(op: TokenOp, recipe: OpRecipe) -> OpRecipe:
     randomness."""
     reads = tuple(WHOLE if form.whole else read for form, read in zip(op.forms, recipe.reads, strict=True))
     sorts = any(form.order is not None for form in (*op.forms, *recipe.results.values()))
-    if op.name not in DRAWS_ALIKE or sorts:
+    if op.name not in _DRAWS_ALIKE or sorts:
         raise Refused("each slice would draw other random numbers", "switch it off, or use torch's dropout")
-    return replace(recipe, reads=reads, how=DRAWN)
+    return replace(recipe, reads=reads, how=words.DRAWN)
 
 
-DRAWS_ALIKE = ("dropout", "native_dropout", "scaled_dot_product_attention")
-"""Random ops whose draws depend on no number of their operands."""
+def loss(op: TokenOp) -> OpRecipe:
+    """A loss function, of predictions and targets that hold the same tokens."""
+    if op.row.averages not in ("classes", "elements"):
+        raise Refused("it is not known how it averages over the tokens")
+    form = next(form for form in op.forms if not form.whole)
+    if form.queries is None or form.keys is not None:
+        raise Refused("it takes a loss of values that do not belong to one token each")
+    by_class = op.row.averages == "classes"
+    if not by_class and len(set(op.shapes)) > 1:
+        raise Refused("its operands differ in shape")
+    numbers = range(len(op.refs))
+    reads = _reads_of_classes(op) if by_class else tuple(_aligned(op, number, form) for number in numbers)
+    reduction = op.number("reduction", _MEAN)
+    if reduction == _NONE:
+        return op.recipe(reads[by_class], reads)
+    return op.recipe(Form(partial=op.op.name), reads, words.LOSS if reduction == _MEAN else words.PLAIN)
+
+
+def _reads_of_classes(op: TokenOp) -> tuple[Form, ...]:
+    """Classes lie along axis 1 (axis 0 of a single prediction)."""
+    form, logits, target = op.forms[0], op.shapes[0], op.shapes[1]
+    layout = form.queries
+    classes = 1 if len(logits) > 1 else 0
+    if layout is None or layout.axis == classes or len(target) != len(logits) - 1:
+        raise Refused("its classes lie along the tokens, or its targets are probabilities")
+    if op.ref("weight") is not None and op.number("reduction", _MEAN) == _MEAN and op.arg("label_smoothing", 0.0):
+        raise Refused("it weighs classes and smooths them at once")
+    axis = layout.axis if layout.axis < classes else layout.axis - 1
+    aligned = TokenLayout(axis, layout.stride, layout.block, layout.short)
+    return (form, _aligned(op, 1, Form(queries=aligned)), *((WHOLE,) * (len(op.refs) - 2)))
+
+
+def _aligned(op: TokenOp, number: int, form: Form) -> Form:
+    """What an operand has to hold beside one of this form."""
+    own, layout = op.forms[number], form.queries
+    assert layout is not None
+    if own.whole:
+        size = op.shapes[number][layout.axis]
+        if op.model.varying(op.refs[number]) != (layout.axis,) or size != op.model.full_size(layout):
+            raise Refused("its operands do not hold the same tokens")
+        return form
+    if own != form:
+        raise Refused("its operands hold the tokens in different orders")
+    return form
+
+
+def of_sums(op: TokenOp) -> OpRecipe:
+    """The rule for an op with an operand that is a sum over the tokens: linear ops keep it one."""
+    first = next(form for form in op.forms if form.partial)
+    partial = [bool(form.partial) for form in op.forms]
+    not_linear = Refused(
+        f"{op_name(op.model.ops[first.partial].target)} sums over all tokens, and {op.name} needs that sum as a whole",
+        "take the loss token by token",
+    )
+    others = [form for form in op.forms if not form.partial]
+    if op.op.random or op.model.varying(op.op.writes[0]) or any(not form.whole for form in others):
+        raise not_linear
+    reads = tuple(form if form.partial else WHOLE for form in op.forms)
+    if op.name in ("add", "sub", "rsub", "stack", "cat"):
+        if op.name in ("add", "sub", "rsub") and len(op.refs) < 2 and op.arg("other"):
+            raise Refused("it adds a number to a sum over the tokens", "leave the number out: it has no gradient")
+        return op.recipe(first, reads, words.PLAIN if all(partial) else words.ONCE)
+    if op.name in ("mul", "div") and (sum(partial) > 1 or (op.name == "div" and not partial[0])):
+        raise not_linear
+    view = op.row.family == VIEW and op.name not in ("select", "unbind")
+    if view or op.name in _LINEAR or (op.name == "mean" and not op.shape):
+        return op.recipe(first, reads)
+    raise not_linear
 
 
 def opaque(op: TokenOp) -> OpRecipe:
@@ -296,7 +334,8 @@ RULES: dict[str, Callable[[TokenOp], OpRecipe]] = {
     **dict.fromkeys(("cat", "stack"), join),
     "scaled_dot_product_attention": attention,
     "embedding": embedding,
-    **dict.fromkeys(("view_as_complex", "view_as_real"), in_pairs),
+    # a last axis of two real numbers is one complex number
+    **dict.fromkeys(("view_as_complex", "view_as_real"), lambda op: op.recipe(op.forms[0])),
     "broadcast_tensors": broadcast,
     **dict.fromkeys(("softmax", "_softmax", "_safe_softmax"), softmax),
     "amax": largest,

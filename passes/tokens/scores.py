@@ -23,6 +23,7 @@ LARGEST_FACTOR = 1e4
 SAME = ("clone", "contiguous", "detach", "expand", "slice", "transpose", "permute", "alias", "to")
 RESHAPED = ("reshape", "view", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "unflatten")
 _LOWEST = {"float16": -65504.0}
+_RISING = (*SAME, "_to_copy", "dropout", "native_dropout", "clamp", "clamp_min", "minimum")
 _BOUNDED = ("tanh", "sigmoid", "softmax", "_softmax", "sin", "cos", "erf")
 _LARGE = "what is added to its scores is so large that it may undo their mask"
 
@@ -98,12 +99,34 @@ class ScoreTerms:
             beta = op.arg("beta", 1)  # a product: the scores; all else is added to them
             for number in names.added:
                 self.walk(every[number], factor * (float(beta) if isinstance(beta, (int, float)) else 1.0))
-        elif op.name in _STEPS:
-            _STEPS[op.name](self, op, every, factor)
-        elif op.name not in _BOUNDED:
-            for one in every:
-                self.walk(one, factor)
-                self.walk(one, -factor)
+        else:
+            self._on(op, every, factor)
+
+    def _on(self, op: TokenOp, every: list[QueryKeyAxes], factor: float) -> None:
+        match op.name:
+            case "add" | "sub" | "rsub":
+                self._sum(op, every, factor)
+            case "mul" | "div":
+                self._product(op, every, factor)
+            case "masked_fill":  # the condition is a mask where what is filled in hides
+                self.walk(every[0], factor)
+                self._fill(op, "value", (every[1], TRUE), every, factor)
+            case "where":
+                self._fill(op, "self", (every[0], TRUE), every, factor)
+                self._fill(op, "other", (every[0], FALSE), every, factor)
+            case "neg":
+                self.walk(every[0], -factor)
+            case "maximum":  # a constant below the scores does not count
+                for one in every:
+                    if self._constant(one.value):
+                        self._added(one, factor, hides=False)
+                    else:
+                        self.walk(one, factor)
+            case name if name not in _BOUNDED:
+                for one in every:
+                    self.walk(one, factor)
+                    if name not in _RISING:
+                        self.walk(one, -factor)
 
     def _added(self, at: QueryKeyAxes, factor: float, *, hides: bool = True) -> None:
         """Collect a term that depends on no parameter.  hides: whether it may hide what it is added to."""
@@ -122,9 +145,6 @@ class ScoreTerms:
             if not hides or np.all(found * factor > limit):
                 return
         self.lifts[at, factor, most, least] = None
-
-    def _negated(self, op: TokenOp, every: list[QueryKeyAxes], factor: float) -> None:
-        self.walk(every[0], -factor)
 
     def _sum(self, op: TokenOp, every: list[QueryKeyAxes], factor: float) -> None:
         alpha = op.arg("alpha", 1)
@@ -163,15 +183,6 @@ class ScoreTerms:
             raise Refused("its scores are multiplied by so large a number that they may undo their mask")
         return tuple(dict.fromkeys(scales))
 
-    def _filled(self, op: TokenOp, every: list[QueryKeyAxes], factor: float) -> None:
-        """The condition is a mask where what is filled in hides."""
-        if op.name == "masked_fill":
-            self.walk(every[0], factor)
-            self._fill(op, "value", (every[1], TRUE), every, factor)
-        else:
-            self._fill(op, "self", (every[0], TRUE), every, factor)
-            self._fill(op, "other", (every[0], FALSE), every, factor)
-
     def _fill(
         self, op: TokenOp, key: str, mask: tuple[QueryKeyAxes, str], every: list[QueryKeyAxes], factor: float
     ) -> None:
@@ -188,18 +199,6 @@ class ScoreTerms:
             if value * factor <= limit:
                 self.masks[mask] = None
 
-    def _largest(self, op: TokenOp, every: list[QueryKeyAxes], factor: float) -> None:
-        """A constant below the scores does not count."""
-        for one in every:
-            if self._constant(one.value):
-                self._added(one, factor, hides=False)
-            else:
-                self.walk(one, factor)
-
-    def _all(self, op: TokenOp, every: list[QueryKeyAxes], factor: float) -> None:
-        for one in every:
-            self.walk(one, factor)
-
     def _walk_argument(self, op: TokenOp, key: str, every: list[QueryKeyAxes], factor: float) -> None:
         ref = op.ref(key)
         if ref is not None:
@@ -208,13 +207,3 @@ class ScoreTerms:
     def _constant(self, name: str) -> bool:
         """Whether a value depends on no parameter."""
         return name in self._model.full or name in self._model.fixed
-
-
-_STEPS: dict[str, Callable[[ScoreTerms, TokenOp, list[QueryKeyAxes], float], None]] = {
-    **dict.fromkeys((*SAME, "_to_copy", "dropout", "native_dropout", "clamp", "clamp_min", "minimum"), ScoreTerms._all),
-    **dict.fromkeys(("add", "sub", "rsub"), ScoreTerms._sum),
-    **dict.fromkeys(("mul", "div"), ScoreTerms._product),
-    **dict.fromkeys(("where", "masked_fill"), ScoreTerms._filled),
-    "neg": ScoreTerms._negated,
-    "maximum": ScoreTerms._largest,
-}

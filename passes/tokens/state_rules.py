@@ -5,19 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopart.passes.ops.letters import ints
+from autopart.passes.tokens import recipe as words
 from autopart.passes.tokens.context import Refused, TokenOp
 from autopart.passes.tokens.propagation import by_letters
-from autopart.passes.tokens.recipe import (
-    CARRY,
-    CONV,
-    PADDED,
-    SHIFT,
-    WHOLE,
-    WINDOW,
-    Form,
-    OpRecipe,
-    TokenLayout,
-)
+from autopart.passes.tokens.recipe import WHOLE, Form, OpRecipe, TokenLayout
 
 
 def running_sum(op: TokenOp) -> OpRecipe:
@@ -30,7 +21,7 @@ def running_sum(op: TokenOp) -> OpRecipe:
         return by_letters(op)
     if not _plain(form.queries) or form.keys is not None or form.halo:
         raise Refused("it sums along tokens that are merged with another axis")
-    return op.recipe(form, how=CARRY, amount=1)
+    return op.recipe(form, how=words.CARRY, amount=1)
 
 
 def _plain(layout: TokenLayout) -> bool:
@@ -52,11 +43,11 @@ def pad(op: TokenOp) -> OpRecipe:
     if layout.short:  # pad(x[:, :-n], n in front): every token sees the n-th before it
         if (before, after) != (layout.short, 0):
             raise Refused("it pads tokens of which the last ones are cut off")
-        return op.recipe(Form(queries=replace(layout, short=0)), [replace(form, halo=before)], SHIFT, before)
+        return op.recipe(Form(queries=replace(layout, short=0)), [replace(form, halo=before)], words.SHIFT, before)
     if before < 1 or after not in (0, -before):
         raise Refused("it pads tokens behind the last one")
     found = form if after else replace(form, halo=before)
-    return op.recipe(found, [replace(form, halo=before)], SHIFT if after else PADDED, before)
+    return op.recipe(found, [replace(form, halo=before)], words.SHIFT if after else words.PADDED, before)
 
 
 def convolution(op: TokenOp) -> OpRecipe:
@@ -75,7 +66,7 @@ def convolution(op: TokenOp) -> OpRecipe:
     if padding == 0 and form.halo >= reach:
         return op.recipe(replace(form, halo=form.halo - reach), (form, *rest))
     if padding == reach and not form.halo:
-        return op.recipe(replace(form, halo=-reach), (replace(form, halo=reach), *rest), CONV, reach)
+        return op.recipe(replace(form, halo=-reach), (replace(form, halo=reach), *rest), words.CONV, reach)
     raise Refused("it convolves a token with later ones", "pad in front only, by dilation * (kernel size - 1)")
 
 
@@ -86,9 +77,9 @@ def window(op: TokenOp, start: int, end: int, step: int) -> OpRecipe:
     size, tokens = end - start, op.model.tokens
     if step == 1 and op.model.growth(op.op.writes[0], layout.axis) == tokens - op.model.fewer:
         if form.halo < 0 and start == 0 and size <= tokens:
-            return op.recipe(Form(queries=replace(layout, short=tokens - size)), how=WINDOW, amount=0)
+            return op.recipe(Form(queries=replace(layout, short=tokens - size)), how=words.WINDOW, amount=0)
         if 0 <= start <= form.halo and size == tokens:
-            return op.recipe(Form(queries=layout), how=WINDOW, amount=start)
+            return op.recipe(Form(queries=layout), how=words.WINDOW, amount=start)
     raise Refused("it picks some of the tokens by their place")
 
 
@@ -100,7 +91,7 @@ def shifted(op: TokenOp, dim: int) -> OpRecipe:
         added = layout.axis == dim and _plain(layout) and amount == layout.short
         if added and not op.model.varying(op.refs[0]) and op.shape[dim] == op.model.tokens:
             reads = (WHOLE, replace(form, halo=amount))
-            return op.recipe(Form(queries=replace(layout, short=0)), reads, SHIFT, amount)
+            return op.recipe(Form(queries=replace(layout, short=0)), reads, words.SHIFT, amount)
     raise Refused("it appends to the tokens")
 
 

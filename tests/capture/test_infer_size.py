@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from autopart.batch.batch import Batch, flatten
 from autopart.capture import Captured, capture
 from autopart.ir.graph import Size
-from autopart.planning.derive.infer_size import infer_other_size, prime_batch_size
+from autopart.planning.derive.family import infer_other_size, prime_batch_size
 
 
 def telling(model: nn.Module, batch: Batch) -> Captured:

@@ -12,7 +12,7 @@ import autopart
 from autopart.cli.main import main
 from autopart.cli.model_loader import load_model
 from autopart.files.clusters import cluster_to_dict, parse_cluster
-from autopart.passes.ops.model_flops import model_flops
+from autopart.passes.ops.flops import model_flops
 from autopart.report.comparison import Answer
 
 PRICED = """

@@ -15,7 +15,7 @@ from autopart.ir.graph import LossReduction, Size
 from autopart.passes.loss.derive import UnprovenRows, derive_loss_weight
 from autopart.passes.ops.analytic_costs import saved_values
 from autopart.passes.ops.flops import flops
-from autopart.planning.derive.rows import mark_rows
+from autopart.planning.derive.family import mark_rows
 
 
 @pytest.fixture(scope="module")

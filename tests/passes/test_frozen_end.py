@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support.languages.graphs import frozen, graph, graphs
 
 from autopart.ir.graph import Graph
-from autopart.passes.graph.frozen import frozen_end
+from autopart.passes.graph.prefixes import frozen_end
 
 
 def rows_of(g: Graph) -> Graph:

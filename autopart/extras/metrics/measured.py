@@ -16,7 +16,7 @@ from autopart.ir.cluster import Cluster
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan
 from autopart.ir.timeline import computing_ns, stage_sums
-from autopart.passes.ops.model_flops import model_flops
+from autopart.passes.ops.flops import model_flops
 from autopart.report.page.rows import rank_peaks
 from autopart.session.session import Session
 

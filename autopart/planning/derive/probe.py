@@ -24,6 +24,7 @@ from torch import fx
 from autopart.batch.batch import Batch
 from autopart.passes.ops.row import POINTWISE
 from autopart.passes.ops.table import row_of
+from autopart.planning.derive.family import differing_axis
 from autopart.planning.derive.trial_data import SIZES, Weights, data_of_turn, rows_of, weights_of_turn
 from autopart.rng import keyed
 
@@ -39,6 +40,7 @@ _LEAST_SHOWN = 2
 """Random batches with distinct rows in which a value has to match."""
 _MOST_TRIALS = 24
 """Runs spent on finding the values whose gradients do not add up."""
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _GRADIENT_TURNS = 3
 """The first turns, in which gradients are compared too; the last of them turns masks over."""
 
@@ -47,19 +49,22 @@ def prove_rows(small: Captured, large: Captured, names: Iterable[str], batch: Ba
     """Return those of `names` whose rows are independent, and those that are constants equal in both captures.
 
     small, large: one model captured at two numbers of rows; without weights only constants are compared.  batch: the
-    user's data.  The model is
-    not changed.  Costs a few forward and backward passes.
+    user's data.  The model is not changed.  Costs a few forward and backward passes.
     """
     asked = set(names)
-    constants = {n for n in asked if n in large.tensors and _same(small.tensors[n], large.tensors[n])}
-    values = [v.name for v in large.graph.values if v.name in asked and _rows_axis(v.name, small, large) is not None]
+    held = [(n, small.tensors[n], large.tensors[n]) for n in asked if n in large.tensors]
+    constants = {n for n, a, b in held if not a.is_meta and not b.is_meta and torch.equal(a, b)}
+    axes = _row_axes(small, large)
     if any(t.is_meta for t in large.tensors.values()):
         return frozenset(constants)
-    seen = dict.fromkeys(values, 0)  # value: random batches that show something about it
+    seen = dict.fromkeys([n for n in axes if n in asked], 0)  # value: random batches that show something about it
+    elements = {value.name: math.prod(value.shape) for value in large.graph.values}
     for turn in range(_MOST_TURNS):
-        if not seen or (turn > len(SIZES) and min(seen.values()) >= _enough(seen, large)):
+        fewest = min((elements[name] for name in seen), default=0)
+        enough = max(_LEAST_SHOWN, min(_MOST_TURNS - 2, 1024 // max(1, fewest)))  # more for a value of few elements
+        if not seen or (turn > len(SIZES) and min(seen.values()) >= enough):
             break
-        found = _Trial(small, large, batch, turn).passing(list(seen), gradients=turn < _GRADIENT_TURNS)
+        found = _Trial(small, large, axes, batch, turn).passing(list(seen), gradients=turn < _GRADIENT_TURNS)
         if not found and turn == 0:
             return frozenset(constants)
         for name, verdict in found.items():
@@ -70,20 +75,28 @@ def prove_rows(small: Captured, large: Captured, names: Iterable[str], batch: Ba
     return frozenset(constants | {name for name, count in seen.items() if count >= _LEAST_SHOWN})
 
 
-def _enough(names: Iterable[str], large: Captured) -> int:
-    """Return how many random batches to try: more for a value of few elements."""
-    sizes = large.graph.value_map()
-    fewest = min(math.prod(sizes[name].shape) for name in names)
-    return max(_LEAST_SHOWN, min(_MOST_TURNS - 2, 1024 // max(1, fewest)))
+def _row_axes(small: Captured, large: Captured) -> dict[str, tuple[int, int]]:
+    """Return by value (axis, entries along it for each row) where only one axis grows, in proportion to the rows."""
+    found, others = {}, small.graph.value_map()
+    for value in large.graph.values:
+        shape = others[value.name].shape
+        axis = differing_axis(shape, value.shape)
+        if axis is not None:
+            block, rest = divmod(shape[axis], small.graph.rows)
+            if not rest and block * large.graph.rows == value.shape[axis]:
+                found[value.name] = axis, block
+    return found
 
 
 class _Trial:
-    """Both programs on one batch of `large` rows."""
+    """Both programs on one batch of `large` rows.  axes: see `_row_axes`."""
 
-    def __init__(self, small: Captured, large: Captured, batch: Batch, turn: int) -> None:
+    def __init__(
+        self, small: Captured, large: Captured, axes: dict[str, tuple[int, int]], batch: Batch, turn: int
+    ) -> None:
         self._small, self._large, self._batch = small, large, data_of_turn(large, batch, turn)
-        self._weights = weights_of_turn(large, turn)
-        self._turned = _Turned(small, large, turn) if turn > 1 else None
+        self._axes, self._weights = axes, weights_of_turn(large, turn)
+        self._turned = _Turned(large, axes, turn) if turn > 1 else None
         self._values = large.graph.value_map()
         rows, self._piece = large.graph.rows, small.graph.rows
         self._places = [*range(0, rows - self._piece, self._piece), rows - self._piece]
@@ -129,8 +142,7 @@ class _Trial:
 
     def _distinct(self, name: str, value: torch.Tensor) -> bool | None:
         """Return True if no two rows are equal, else None: an exchange of equal rows would not show."""
-        axis, _ = self._axis_and_block(name)
-        rows = value.movedim(axis, 0).reshape(self._large.graph.rows, -1)
+        rows = value.movedim(self._axes[name][0], 0).reshape(self._large.graph.rows, -1)
         rows = (torch.view_as_real(rows.resolve_conj()).flatten(1) if rows.is_complex() else rows).double()
         mix = torch.linspace(1, 2, rows.shape[1], dtype=torch.float64, device=rows.device).sin()
         rows = torch.where(rows.isinf(), torch.zeros_like(rows), rows)
@@ -154,7 +166,7 @@ class _Trial:
         for place in self._places:
             part = {n: self._slice(n, f, place).clone() for n, f in factors.items()}
             for name, factor in part.items():  # rows that an earlier piece has counted
-                axis, block = self._axis_and_block(name)
+                axis, block = self._axes[name]
                 factor.narrow(axis, 0, (done - place) * block).zero_()
             pieces = self._gradients(self._small, place, part)
             total = [t + g for t, g in zip(total, pieces, strict=True)]
@@ -178,24 +190,8 @@ class _Trial:
         return gradients(captured, names, [found[name] for name in factors], seeds, self._weights)
 
     def _slice(self, name: str, value: torch.Tensor, place: int) -> torch.Tensor:
-        axis, block = self._axis_and_block(name)
+        axis, block = self._axes[name]
         return value.narrow(axis, place * block, self._piece * block)
-
-    def _axis_and_block(self, name: str) -> tuple[int, int]:
-        axis = _rows_axis(name, self._small, self._large)
-        assert axis is not None
-        return axis, self._values[name].shape[axis] // self._large.graph.rows
-
-
-def _rows_axis(name: str, small: Captured, large: Captured) -> int | None:
-    """Return the only axis whose size is proportional to the rows, or None."""
-    a, b = (next((v.shape for v in c.graph.values if v.name == name), ()) for c in (small, large))
-    differing = [i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y]
-    if len(differing) != 1:
-        return None
-    axis = differing[0]
-    proportional = a[axis] * large.graph.rows == b[axis] * small.graph.rows and a[axis] % small.graph.rows == 0
-    return axis if proportional else None
 
 
 class _Turned:
@@ -203,20 +199,18 @@ class _Turned:
     have one axis of rows.  place: of the piece that runs.  guards: whether a mask that chooses among integers is left
     as it is, since it may keep an index in its range."""
 
-    def __init__(self, small: Captured, large: Captured, turn: int) -> None:
-        self._both, self._turn, self.place, self.guards = (small, large), turn, 0, False
+    def __init__(self, large: Captured, axes: dict[str, tuple[int, int]], turn: int) -> None:
+        self._large, self._axes, self._turn, self.place, self.guards = large, axes, turn, 0, False
         self._drawn: Tensors = {}
 
-    def __call__(self, captured: Captured, name: str, result: torch.Tensor) -> torch.Tensor:
-        small, large = self._both
-        axis = _rows_axis(name, small, large)
-        if axis is None:
+    def __call__(self, name: str, result: torch.Tensor) -> torch.Tensor:
+        if name not in self._axes:
             return result
+        axis, block = self._axes[name]
         if name not in self._drawn:
-            shape = large.graph.value_map()[name].shape
+            shape = self._large.graph.value_map()[name].shape
             generator = torch.Generator().manual_seed(self._turn + 1000 * len(self._drawn))
             self._drawn[name] = torch.rand(shape, generator=generator) < 0.3
-        block = result.shape[axis] // captured.graph.rows
         turned = self._drawn[name].narrow(axis, self.place * block, result.shape[axis])
         return result ^ turned.to(result.device)
 
@@ -231,20 +225,18 @@ def run(
     """Run a captured program without randomness; return the values in `keep` that do not depend on random numbers."""
     queue = iter(inputs)
     params = captured.names.params
-    places = captured.module.graph.find_nodes(op="placeholder")
-    program = _WithoutRandomness(captured, keep, turned)
-    given = weights or {}
-    program.run(
-        *(_own(captured, params[place.name], given) if place.name in params else next(queue) for place in places)
-    )
+    program, given = _WithoutRandomness(captured, keep, turned), []
+    for place in captured.module.graph.find_nodes(op="placeholder"):
+        if place.name not in params:
+            given.append(next(queue))
+            continue
+        name = params[place.name]
+        tensor = captured.names.tensors[name]
+        tensor = (weights or {}).get(id(tensor), tensor)
+        # a parameter itself, and a copy of a buffer, since some ops write to it
+        given.append(tensor if captured.names.kinds[name] == "param" else tensor.detach().clone())
+    program.run(*given)
     return program.kept
-
-
-def _own(captured: Captured, name: str, given: Weights) -> torch.Tensor:
-    """Return a parameter itself, and a copy of a buffer, since some ops write to it; or what is given for it."""
-    tensor = captured.names.tensors[name]
-    tensor = given.get(id(tensor), tensor)
-    return tensor if captured.names.kinds[name] == "param" else tensor.detach().clone()
 
 
 class _WithoutRandomness(fx.Interpreter):
@@ -252,7 +244,7 @@ class _WithoutRandomness(fx.Interpreter):
 
     def __init__(self, captured: Captured, keep: set[str], turned: _Turned | None) -> None:
         super().__init__(captured.module)
-        self._captured, self._turned = captured, turned
+        self._turned = turned
         self.kept: Tensors = {}
         self._names, self._keep = captured.names, keep
         self._unknown: set[fx.Node] = set()
@@ -263,9 +255,10 @@ class _WithoutRandomness(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op == "call_function":
-            result, told = _call(
-                n.target, *(self._real_args(n) if _is_of_integers(n) else self.fetch_args_kwargs_from_env(n))
-            )
+            made = n.meta.get("val")
+            of_integers = isinstance(made, torch.Tensor) and made.dtype in _INTEGERS
+            args = self._real_args(n) if of_integers else self.fetch_args_kwargs_from_env(n)
+            result, told = _call(n.target, *args)
         else:
             result, told = super().run_node(n), True
         name = self._names.value(n)
@@ -273,20 +266,12 @@ class _WithoutRandomness(fx.Interpreter):
         if self._turned is not None and compared and row_of(str(n.target)).family == POINTWISE:
             if self._turned.guards:
                 self._real[n] = _call(n.target, *self._real_args(n))[0]
-            result = self._turned(self._captured, name, result)
+            result = self._turned(name, result)
         if not told or not self._unknown.isdisjoint(n.all_input_nodes):
             self._unknown.add(n)
         elif name in self._keep and isinstance(result, torch.Tensor):
             self.kept[name] = result
         return result
-
-
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-
-
-def _is_of_integers(n: fx.Node) -> bool:
-    made = n.meta.get("val")
-    return isinstance(made, torch.Tensor) and made.dtype in _INTEGERS
 
 
 def _call(target: Any, args: Any, kwargs: Any) -> tuple[Any, bool]:
@@ -321,10 +306,6 @@ def gradients(
     reached, flowing = zip(*pairs, strict=True)
     found = torch.autograd.grad(reached, tensors, flowing, allow_unused=True, retain_graph=True)
     return [torch.zeros_like(t) if g is None else g for t, g in zip(tensors, found, strict=True)]
-
-
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return not a.is_meta and not b.is_meta and a.shape == b.shape and bool(torch.equal(a, b))
 
 
 def _close(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -11,12 +11,10 @@ from autopart.capture.gc_pause import gc_paused
 from autopart.ir.errors import RefusedError
 from autopart.ir.graph import Graph, LossReduction, Size
 from autopart.ir.shares import RowLayout
-from autopart.passes.loss.derive import UnprovenRows, derive_loss_weight
-from autopart.passes.loss.layouts import find_layouts
-from autopart.passes.loss.steady import steady_updates
-from autopart.planning.derive.family import Captures, ProgramFamily, another_size
+from autopart.passes.loss.analysis import steady_updates
+from autopart.passes.loss.derive import UnprovenRows, derive_loss_weight, find_layouts
+from autopart.planning.derive.family import Captures, ProgramFamily, another_size, mark_rows
 from autopart.planning.derive.probe import prove_rows
-from autopart.planning.derive.rows import mark_rows
 from autopart.planning.derive.stated import refuted
 
 WHOLE = LossReduction("any")
@@ -34,16 +32,12 @@ class BatchRule:
     steady: frozenset[str] = frozenset()
 
 
-def couples_rows(graph: Graph, *, synced: bool = False) -> bool:
-    """Return whether micro-batches give other results than the whole batch, by batch statistics or changed buffers.
+def coupling_ops(graph: Graph, *, synced: bool = False) -> set[str]:
+    """Return the ops for which micro-batches give other results than the whole batch: they take batch statistics, or
+    write a buffer's new value.
 
     synced: whether batch norms use the statistics of all micro-batches.
     """
-    return bool(coupling_ops(graph, synced=synced))
-
-
-def coupling_ops(graph: Graph, *, synced: bool = False) -> set[str]:
-    """Return the ops for which `couples_rows` holds: they take batch statistics, or write a buffer's new value."""
     norms = {op.name for op in graph.ops if "batch_norm" in op.target and ("training", True) in op.attrs}
     writers = {value: op for op in graph.ops for value in op.writes}
     updating = [writers[value] for _, value in graph.updates]

@@ -57,7 +57,10 @@ def _difference(
         with torch.enable_grad():
             asked = {captured.graph.outputs[0], *reduction.counted()}
             found = run(captured, rows_of(batch, place, size), asked, weights)
-        return found[captured.graph.outputs[0]], _weight(reduction, found, size)
+        weight = float(size)
+        if reduction.value is not None and reduction.ignore is not None:
+            weight = float(found[reduction.value].ne(reduction.ignore).sum())
+        return found[captured.graph.outputs[0]], weight
 
     try:
         loss, total = ran(large, 0)
@@ -90,7 +93,8 @@ def _gradient_difference(
         whole = _gradients(large, names, loss, seed, weights)
         total = [torch.zeros_like(g) for g in whole]
         for piece, share in zip(pieces, shares, strict=True):
-            total = [t + g for t, g in zip(total, _gradients(small, names, piece, seed * share, weights), strict=True)]
+            parts = _gradients(small, names, piece, seed * share, weights)
+            total = [t + g for t, g in zip(total, parts, strict=True)]
         for name, found, expected in zip(names, total, whole, strict=True):
             if seed == 0 and not (found.any() or expected.any()):
                 continue
@@ -104,9 +108,3 @@ def _gradients(
     captured: Captured, names: Sequence[str], loss: torch.Tensor, seed: float, weights: Weights
 ) -> list[torch.Tensor]:
     return [g.nan_to_num() for g in gradients(captured, names, [loss], [torch.full_like(loss, seed)], weights)]
-
-
-def _weight(reduction: LossReduction, found: dict[str, torch.Tensor], rows: int) -> float:
-    if reduction.value is None or reduction.ignore is None:
-        return float(rows)
-    return float(found[reduction.value].ne(reduction.ignore).sum())

@@ -175,10 +175,16 @@ class Probed:
         wanted = self._nodes[value]
         needed = made_of([wanted], self._known)
         for node in (node for node in self._captured.module.graph.nodes if node in needed):
-            try:
-                self._known[node] = self._run(node)
-            except _NoNumbers:
+            if node.op == "call_function":
+                with torch.no_grad():
+                    self._known[node] = _called(node, self._known)
+                continue
+            name = self._captured.names.params[node.name]
+            self.read.add(name)
+            tensor = self._captured.tensors[name].detach()
+            if tensor.is_meta:
                 return None
+            self._known[node] = tensor.cpu()
         found = self._known[wanted].detach()
         return np.asarray((found.double() if found.is_floating_point() else found).numpy())
 
@@ -206,7 +212,9 @@ class Probed:
         wanted, layout = iter(reads), next(read.queries for read in reads if read.queries is not None)
         tokens = node.all_input_nodes[0].meta["val"].shape[layout.axis] // (layout.stride * layout.block)
         held = [arg for arg, read in zip(node.all_input_nodes, wanted, strict=False) if not read.whole]
-        if layout.block != 1 or len(node.all_input_nodes) != len(reads) or not _tryable(node, held):
+        values = [here.meta.get("val") for here in (node, *node.all_input_nodes)]
+        floats = all(isinstance(value, torch.Tensor) and value.is_floating_point() for value in values)
+        if layout.block != 1 or len(node.all_input_nodes) != len(reads) or not floats or len(held) != 1:
             return False
         generator = torch.Generator().manual_seed(0)
         given = {
@@ -225,21 +233,6 @@ class Probed:
             return False
         return True
 
-    def _run(self, node: fx.Node) -> Any:
-        if node.op != "call_function":
-            name = self._captured.names.params[node.name]
-            self.read.add(name)
-            tensor = self._captured.tensors[name].detach()
-            if tensor.is_meta:
-                raise _NoNumbers
-            return tensor.cpu()
-        with torch.no_grad():
-            return _called(node, self._known)
-
-
-class _NoNumbers(Exception):
-    """A constant on the meta device."""
-
 
 def _called(node: fx.Node, given: Mapping[fx.Node, Any]) -> Any:
     def on_cpu(arg: Any) -> Any:
@@ -248,13 +241,6 @@ def _called(node: fx.Node, given: Mapping[fx.Node, Any]) -> Any:
     target: Any = node.target
     args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), on_cpu)
     return target(*args, **kwargs)
-
-
-def _tryable(node: fx.Node, held: Sequence[fx.Node]) -> bool:
-    made = node.meta.get("val")
-    inputs = [arg.meta.get("val") for arg in node.all_input_nodes]
-    floats = all(isinstance(x, torch.Tensor) and x.is_floating_point() for x in [made, *inputs])
-    return floats and len(held) == 1
 
 
 def _same_of_slice(

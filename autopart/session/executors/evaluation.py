@@ -14,7 +14,7 @@ from autopart.ir.program import Program
 from autopart.passes.program.projection import project_plan
 from autopart.passes.program.routing import divided_values, route
 from autopart.passes.program.verify import forward_program
-from autopart.planning.derive.reduction import BatchRule, couples_rows, family_of_batch, loss_reduction, row_layouts
+from autopart.planning.derive.reduction import BatchRule, coupling_ops, family_of_batch, loss_reduction, row_layouts
 from autopart.session.step.parts import micro_cut
 
 
@@ -66,7 +66,7 @@ def evaluation_rule(
     rows = evaluated_rows("loss", batch, decision)
     try:
         graph = captures(batch, Size(max(rows)), "loss").graph
-        if couples_rows(graph) or any(op.random for op in graph.ops):
+        if coupling_ops(graph) or any(op.random for op in graph.ops):
             return None
         family = family_of_batch(partial(captures, mode="loss"), batch, rows)
         reduction = loss_reduction(family, (rows,), stated)

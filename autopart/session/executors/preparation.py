@@ -11,8 +11,8 @@ from autopart.capture import Captured
 from autopart.ir.graph import Size
 from autopart.ir.plan import Decision
 from autopart.passes.program.routing import divided_values
+from autopart.planning.derive.family import require_same_program
 from autopart.planning.derive.reduction import WHOLE, BatchRule, family_of_batch, loss_reduction, rule_of
-from autopart.planning.derive.rows import require_same_program
 from autopart.runtime.activity import patient
 from autopart.session.executors.context import RankContext
 from autopart.session.ranks.agreement import FAILURES, from_rank, raise_first

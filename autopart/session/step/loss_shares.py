@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from autopart.ir.graph import Graph, LossReduction
 from autopart.ir.shares import Division
-from autopart.passes.loss.terms import without_weight
+from autopart.passes.loss.derive import without_weight
 
 RowPiece = tuple[int, int, int]
 """Rows that stay together: the micro-batch, its first row and the row behind the last."""

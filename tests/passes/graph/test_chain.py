@@ -26,8 +26,8 @@ def test_ranges_are_sums_over_the_blocks(p: Problem) -> None:
         parts = [cost[part] for op in ops for part in op.parts]
         for field in ("fwd_ns", "bwd_ns", "saved_bytes", "flops"):
             assert costs.ranges(field)[a, b] == sum(getattr(part, field) for part in parts)
-        assert costs.scratch[a, b] == max(part.scratch_bytes for part in parts)
-        assert costs.heaviest[a, b] == max(sum(cost[x].saved_bytes for x in op.parts) for op in ops)
+        assert costs.largest["scratch_bytes"][a, b] == max(part.scratch_bytes for part in parts)
+        assert costs.largest["saved_bytes"][a, b] == max(sum(cost[x].saved_bytes for x in op.parts) for op in ops)
         assert costs.enters[a, b] == sum(size[r] for r in {r for op in ops for r in op.reads} - own)
         assert costs.kept[a, b] == sum(costs.crossing[a + 1 : b])
         used = {name for op in ops for name in op.params}

@@ -6,7 +6,7 @@ import pytest
 from support.languages.graphs import graph
 
 from autopart.ir.errors import UsageError
-from autopart.passes.graph.module_groups import module_groups
+from autopart.passes.graph.cuts import module_groups
 
 G = graph(
     "e @embed <- x; a @layers.0.attn <- e; b @layers.0.mlp <- a; r @layers.0 <- b; c @layers.1.attn <- r; "

@@ -22,7 +22,7 @@ from autopart.capture import Captured, capture
 from autopart.ir.errors import CaptureError, RefusedError, UsageError
 from autopart.ir.graph import Graph, LossReduction, Size
 from autopart.passes.loss.derive import UnprovenRows, derive_loss_weight
-from autopart.planning.derive.rows import mark_rows
+from autopart.planning.derive.family import mark_rows
 
 Step = tuple[str, tuple[int, ...]]
 Op = Callable[..., torch.Tensor]

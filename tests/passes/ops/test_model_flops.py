@@ -9,7 +9,7 @@ from torch import nn
 from autopart.batch.batch import flatten
 from autopart.capture import CaptureCache
 from autopart.ir.graph import Size
-from autopart.passes.ops.model_flops import model_flops
+from autopart.passes.ops.flops import model_flops
 
 WIDTH, ROWS, LAYERS = 64, 32, 4
 FORWARD = 2 * ROWS * WIDTH * WIDTH

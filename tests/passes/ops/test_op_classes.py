@@ -11,15 +11,14 @@ from support.languages.graphs import graph
 from autopart.ir.cluster import Device
 from autopart.ir.errors import GraphError
 from autopart.ir.graph import Graph, Literal, Size
-from autopart.passes.ops.analytic_costs import analytic_costs
+from autopart.passes.ops.analytic_costs import analytic_costs, first_of, op_classes
 from autopart.passes.ops.cost_model import FIELDS, CostModel, table_of
-from autopart.passes.ops.op_classes import first_of, op_classes
 
 DEVICE = Device("cpu", 1 << 34, 10**12, 10**10)
 
 
 def classes(g: Graph, other: Graph | None = None) -> tuple[int, ...]:
-    return op_classes(g, other or g, [()] * len(g.ops))
+    return op_classes(g, other or g, [()] * len(g.ops), [None] * len(g.ops))
 
 
 def test_layers_are_alike_and_the_first_of_each_class_stands_for_it() -> None:

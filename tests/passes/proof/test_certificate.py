@@ -16,8 +16,7 @@ from support.oracles.planner_oracle import Kind, Problem, assignments, candidate
 from autopart.ir.errors import UsageError
 from autopart.ir.plan import Decision, Stage
 from autopart.passes.pipeline import build
-from autopart.passes.proof.certificate import certified, settles
-from autopart.passes.proof.pipeline_model import lower_bound_ns, model_of
+from autopart.passes.proof.certificate import certified, lower_bound_ns, model_of, settles
 from autopart.passes.search.evaluation import Evaluation, evaluate
 from autopart.passes.search.space import PlanRequest
 

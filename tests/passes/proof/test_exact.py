@@ -10,8 +10,8 @@ from random import Random
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from autopart.passes.proof.certificate import PipelineModel, lower_bound_ns
 from autopart.passes.proof.exact import certify
-from autopart.passes.proof.pipeline_model import PipelineModel, lower_bound_ns
 
 FAST = 20.0
 

@@ -18,8 +18,8 @@ from autopart.batch.batch import Batch, flatten
 from autopart.capture import Captured, capture
 from autopart.ir.graph import Graph, LossReduction, Size
 from autopart.passes.loss.derive import UnprovenRows, derive_loss_weight
+from autopart.planning.derive.family import mark_rows, require_same_program
 from autopart.planning.derive.probe import prove_rows, run
-from autopart.planning.derive.rows import mark_rows, require_same_program
 from autopart.stagecode.split import ancestors, cut
 
 MICRO_ROWS = (3, 2)

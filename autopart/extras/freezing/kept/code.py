@@ -16,9 +16,9 @@ from autopart.extras.freezing.kept.store import Tag
 from autopart.ir.errors import RefusedError
 from autopart.ir.graph import Graph, Op
 from autopart.ir.shares import RowLayout
-from autopart.passes.graph.frozen import frozen_end
+from autopart.passes.graph.prefixes import frozen_end
+from autopart.planning.derive.family import mark_rows
 from autopart.planning.derive.reduction import WHOLE, coupling_ops, family_of_batch, row_layouts
-from autopart.planning.derive.rows import mark_rows
 from autopart.runtime.stages.stage_module import StageModule
 from autopart.stagecode.split import cut
 from autopart.stagecode.stage_graph import text_of

@@ -1,25 +1,33 @@
-"""Rules of the loss analysis for ops that letters do not describe enough: what moves, joins, indexes or creates."""
+"""Rules of the loss analysis for ops that letters do not describe enough: what moves, joins, indexes, creates or
+averages."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
 
-from autopart.passes.ops.context import OpContext
-from autopart.passes.ops.letters import bound, ints
+from autopart.ir.graph import LossReduction, Op
+from autopart.passes.ops.context import OpContext, around_indices
+from autopart.passes.ops.letters import added_operands, bound, ints
 from autopart.passes.ops.placement import (
     INDEX,
     PARTIAL,
     REPLICATE,
     SHARD,
+    TERMS,
     RowPlacement,
     added,
     coupled,
+    need_plain,
     same_stride,
     unproven,
 )
-from autopart.passes.ops.propagation import Rule, by_letters, combined, spread, without_rows
+from autopart.passes.ops.propagation import Rule, any_function, by_letters, combined, divide, spread, without_rows
 from autopart.passes.ops.row import CREATION, VIEW
+from autopart.passes.ops.table import op_name, row_of
+
+_NONE, _MEAN = 0, 1
+"""torch.nn._reduction's numbers."""
 
 
 def reshape(context: OpContext) -> RowPlacement:
@@ -172,32 +180,31 @@ def arange(context: OpContext) -> RowPlacement:
 
 
 def embedding(context: OpContext) -> RowPlacement | list[RowPlacement]:
-    """Rows of a table by number."""
+    """Rows of a table, by number."""
     if context.arg("scale_grad_by_freq") is True:
         raise coupled("it scales gradients by how often an index occurs in the whole batch")
     return by_letters(context)
 
 
 def index(context: OpContext) -> RowPlacement:
-    """x[i, j, ...] with tensors: the rows are not indexed, or are indexed by arange(rows).
-
-    What is picked lies where the indices lie if those are next to each other, else in front.
-    """
+    """x[i, j, ...] with tensors: the rows are not indexed, or are indexed by x[arange(n), ...], n the size of their
+    axis."""
     ref, placement = context.first()
-    used = _picks(context, len(context.shape(ref)))
-    axes = list(used)
+    used = context.picks(len(context.shape(ref)))
     found = {axis: context.placement(pick) for axis, pick in used.items()}
     if placement.tag == PARTIAL or any(p.tag == PARTIAL or not p.plain for p in found.values()):
         raise coupled("it indexes with, or into, a sum or mean over the rows of the batch")
     if placement.tag == INDEX or any(context.dtype(pick) in ("bool", "uint8") for pick in used.values()):
         raise unproven("it indexes with a mask, or into row numbers")
     ndim = max(len(context.shape(pick)) for pick in used.values())
-    adjacent = axes == list(range(axes[0], axes[0] + len(axes)))
-    start = axes[0] if adjacent else 0
+    start, moved = around_indices(list(used), ndim)
     names = [str(axis) for axis in range(ndim)]
-    by_row_number = placement.tag == SHARD and placement.axis in axes
+    by_row_number = placement.tag == SHARD and placement.axis in used
     if by_row_number:
-        _check_row_number(context, placement, used[placement.axis])
+        number, size = found[placement.axis], context.shape(ref)[placement.axis]
+        counts = number.tag == INDEX and context.shape(used[placement.axis])[number.axis] == size
+        if placement.stride_factor > 1 or not counts:
+            raise unproven("it reorders the rows of the batch by an index")
         found = {a: replace(p, tag=SHARD) if p.tag == INDEX else p for a, p in found.items()}
     if any(p.tag == INDEX for p in found.values()):
         raise unproven("it looks up by the number of the row in the micro-batch")
@@ -209,24 +216,7 @@ def index(context: OpContext) -> RowPlacement:
         return RowPlacement(SHARD, *placement.factor, start + picked.axis, picked.stride_factor)
     if picked.tag != REPLICATE:
         raise coupled("it picks, for every row, from every row of the batch")
-    before = sum(1 for axis in range(placement.axis) if axis not in axes)
-    return placement.along(before + ndim if not adjacent or placement.axis > start else before)
-
-
-def _picks(context: OpContext, ndim: int) -> dict[int, str]:
-    """The index along each axis that has one."""
-    if context.name == "index_select":
-        return {context.axis("dim", ndim): context.tensors()[1]}
-    picks = context.arg("indices")
-    assert isinstance(picks, tuple)
-    return {axis: pick for axis, pick in enumerate(picks) if isinstance(pick, str)}
-
-
-def _check_row_number(context: OpContext, placement: RowPlacement, pick: str) -> None:
-    """Check that the rows are indexed by x[arange(n), ...], with n the size of their axis."""
-    size, number = context.shape(context.arg("self"))[placement.axis], context.placement(pick)
-    if number.tag != INDEX or placement.stride_factor > 1 or context.shape(pick)[number.axis] != size:
-        raise unproven("it reorders the rows of the batch by an index")
+    return placement.along(moved(placement.axis))
 
 
 def scatter_add(context: OpContext) -> RowPlacement | list[RowPlacement]:
@@ -266,7 +256,7 @@ def unfold(context: OpContext) -> RowPlacement:
 def index_put(context: OpContext) -> RowPlacement:
     """x[mask] = c, x[:, places] = c, and x[arange(rows), places] = c, where c is the same for every row."""
     ref, placement = context.first()
-    picks = _picks(context, len(context.shape(ref)))
+    picks = context.picks(len(context.shape(ref)))
     found = {axis: context.placement(pick) for axis, pick in picks.items()}
     value = context.argument("values")
     if not (placement.tag == SHARD and placement.plain and placement.stride_factor <= 1):
@@ -280,21 +270,88 @@ def index_put(context: OpContext) -> RowPlacement:
     elif placement.axis not in picks:
         if any(p.tag != REPLICATE for p in found.values()):
             raise coupled("it writes into every row by indices from other rows")
-    elif context.shape(ref)[placement.axis] != context.rows or not _one_place_each(
-        context, placement.axis, picks, found
-    ):
-        raise unproven("it writes into rows of the batch by an index")
+    else:  # row i of the indices has to pick row i, and its own places in it
+        flat = all(len(context.shape(pick)) == 1 for pick in picks.values())
+        by_number = context.shape(ref)[placement.axis] == context.rows and found.pop(placement.axis).tag == INDEX
+        if not by_number or not flat or any(p.tag not in (SHARD, REPLICATE) for p in found.values()):
+            raise unproven("it writes into rows of the batch by an index")
     return placement
 
 
-def _one_place_each(context: OpContext, rows_axis: int, picks: dict[int, str], found: dict[int, RowPlacement]) -> bool:
-    """Whether row i of the indices picks row i, and its own places in it."""
-    flat = all(len(context.shape(pick)) == 1 for pick in picks.values())
-    others = (p for axis, p in found.items() if axis != rows_axis)
-    return flat and found[rows_axis].tag == INDEX and all(p.tag in (SHARD, REPLICATE) for p in others)
+def averaged(context: OpContext) -> RowPlacement | list[RowPlacement]:
+    """The rule for loss functions of single elements or vectors, with a mean or sum over all of them."""
+    if context.row.averages == "classes":
+        return cross_entropy(context)
+    found = any_function(context)[0]
+    mean = found.tag == PARTIAL and context.number("reduction", _MEAN) == _MEAN
+    return replace(found, scale=-1) if mean else found
 
 
-MOVE_RULES: dict[str, Rule] = {
+def cross_entropy(context: OpContext) -> RowPlacement:
+    """The rule for cross_entropy_loss, nll_loss: with class numbers, the mean is over targets that are not ignored."""
+    logits, target = context.argument("self"), context.argument("target")
+    shape, target_shape = context.shape(context.arg("self")), context.shape(context.arg("target"))
+    need_plain([logits, target])
+    if SHARD not in (logits.tag, target.tag):
+        return RowPlacement(REPLICATE)
+    classes = 0 if len(shape) == 1 else 1
+    names = [str(axis) for axis in range(len(shape))]
+    others = names[:classes] + names[classes + 1 :]
+    if logits.tag == SHARD and logits.axis == classes:
+        raise coupled("its classes are the rows of the batch")
+    numbers = shape != target_shape or "int" in context.dtype(context.arg("target"))
+    reduction = context.number("reduction", _MEAN)
+    weights = context.arg("weight")
+    if context.is_tensor(weights):
+        need_plain([context.placement(weights)])
+        if context.placement(weights).tag != REPLICATE:
+            raise unproven("its class weights depend on the batch")
+    operands = [(logits, names, shape), (target, others if numbers else names, target_shape)]
+    found = combined(operands, others if reduction == _NONE else ())
+    if reduction != _MEAN:
+        return found
+    if not numbers:
+        return RowPlacement(PARTIAL, -1)
+    if target.tag != SHARD:
+        raise unproven("its targets do not depend on the batch")
+    weight, ignore = context.ref("weight"), context.number("ignore_index", -100)
+    smoothed = weight is not None and context.arg("label_smoothing", 0.0) != 0
+    return RowPlacement(PARTIAL, 0, LossReduction("tokens", context.ref("target"), ignore, weight, smoothed))
+
+
+def of_terms(context: OpContext) -> RowPlacement:
+    """The placement of an op with an operand that is TERMS: TERMS if it is linear, else COUPLED.
+
+    Losses may be sums of terms with different reductions: two token means, a sum and a mean, a sum and a regulariser.
+    """
+    if context.differing() or not _is_linear(context):
+        raise coupled("it is not linear in a sum of terms with different reductions")
+    return RowPlacement(TERMS)
+
+
+def _is_linear(context: OpContext) -> bool:
+    row, refs = context.row, context.tensors()
+    placements = [context.placement(ref) for ref in refs]
+    others = [placement for placement in placements if placement.tag != TERMS]
+    if adds(context.op):
+        return all(placement.tag in (PARTIAL, REPLICATE) for placement in others)
+    constant = len(others) == len(refs) - 1 and all(p.tag == REPLICATE and p.plain for p in others)
+    if context.name in ("div", "true_divide"):
+        divided = context.placement(context.arg("self")).tag == TERMS
+        return constant and divided and context.arg("rounding_mode") is None
+    if row.linear == "product":
+        return constant and not added_operands(row)
+    if row.linear in ("each", "mean") or row.same_elements:
+        return constant and placements[0].tag == TERMS and context.out.dtype.startswith(("float", "bfloat", "complex"))
+    return False
+
+
+def adds(op: Op) -> bool:
+    """Whether an op adds or joins its operands."""
+    return op_name(op.target) in ("cat", "stack") or row_of(op.target).linear == "sum"
+
+
+RULES: dict[str, Rule] = {
     **dict.fromkeys(
         ("reshape", "view", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "unflatten", "view_as"), reshape
     ),
@@ -310,6 +367,7 @@ MOVE_RULES: dict[str, Rule] = {
     "masked_scatter": masked_scatter,
     "unfold": unfold,
     "index_put": index_put,
+    **dict.fromkeys(("div", "true_divide"), divide),
 }
 """Op name -> rule.  A rule may rely on: no operand is COUPLED or UNPROVEN."""
 NO_RULE = frozenset(("linspace", "eye", "tril_indices", "triu_indices", "randperm"))

@@ -59,7 +59,7 @@ STEPS = (  # (module, function name, pass to which its time belongs)
     (sources, "analytic_costs", "costs"),
     (make, "CostModel", "costs"),
     (pipeline, "atoms", "atoms"),
-    (pipeline, "coarsen", "coarsen"),
+    (pipeline, "blocks_of", "coarsen"),
     (pipeline, "BlockChain", "chain"),
     (pipeline, "search", "search"),
     (pipeline, "lower_bound", "bound"),

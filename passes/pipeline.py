@@ -12,8 +12,8 @@ from autopart.ir.graph import check as check_graph
 from autopart.ir.plan import Outlook, Plan, Provenance
 from autopart.passes.graph.atoms import atoms
 from autopart.passes.graph.chain import BlockChain
-from autopart.passes.graph.coarsen import coarsen, nested
-from autopart.passes.graph.cuts import check_own_ops, forced_bounds, module_span
+from autopart.passes.graph.coarsen import nested
+from autopart.passes.graph.cuts import check_own_ops, forced_bounds
 from autopart.passes.ops.cost_model import CostModel
 from autopart.passes.proof.certificate import certified, settles
 from autopart.passes.proof.lower_bound import lower_bound, slices_bound
@@ -24,7 +24,7 @@ from autopart.passes.search.layout import SMALL
 from autopart.passes.search.proposals import proposals_of
 from autopart.passes.search.requests import check_request, check_stages
 from autopart.passes.search.search import evaluate_all, evaluate_promising
-from autopart.passes.search.space import PlanRequest, SearchSpace, Watch
+from autopart.passes.search.space import PlanRequest, SearchSpace, Watch, blocks_of
 from autopart.passes.search.variants import variants
 from autopart.passes.simulation.slices import slice_shares
 from autopart.passes.simulation.stage_costs import Estimator
@@ -186,18 +186,13 @@ def _spaces(source: PlannerInput, fine: Graph, estimator: Estimator, request: Pl
     """
     together = [path for paths in request.keep_together() for path in paths]
     check_own_ops(source.graph, fine, [*request.cuts, *together])
-    ends = {place for paths in request.keep_together() for place in module_span(fine, paths)} - {len(fine.ops)}
     most_blocks = max(MOST_BLOCKS, request.stages or 0, min(estimator.cluster.world, LARGEST))
-    many = check_graph(coarsen(fine, blocks=most_blocks, cuts=request.cuts, also=tuple(sorted(ends))))
-
-    def space(blocks: Graph) -> SearchSpace:
-        chain = BlockChain(blocks, source.graph, source.cost_model)
-        return SearchSpace(chain, estimator.over(chain), request, fine, forced_bounds(blocks, fine, request.cuts))
-
-    whole = space(many)
+    many = check_graph(blocks_of(fine, request, most_blocks))
+    chain = BlockChain(many, source.graph, source.cost_model)
+    whole = SearchSpace(chain, estimator.over(chain), request, fine, forced_bounds(many, fine, request.cuts))
     if len(many.ops) <= BLOCKS:
         return whole, whole
     spans = {boundary for span in whole.spans for boundary in span}
     kept = tuple(sorted({*whole.forced, *spans} - {0, len(many.ops)}))
     few, many = nested(many, blocks=BLOCKS, also=kept)
-    return space(few), space(many)
+    return whole.over(few), whole.over(many)

@@ -79,7 +79,7 @@ class Program:
     stage owns it.  slices: number of slices of each sequence.  divisions: how the ranks of each stage divide
     micro-batches; empty if all have equal shares of the rows.  owners: stages whose replicas share the optimizer state.
     statistics: stages whose replicas share batch statistics in every compute.  posting: for each rank its exchanges in
-    the order in which it posts them; empty if the transport may post messages ahead (`passes.program.posting`).
+    the order in which it posts them; empty if the transport may post messages ahead (`passes.program.messages`).
     rhythm: of asynchronous training; nothing then happens once a step.  forward_only: stages without a backward, whose
     optimizer does nothing.  unsummed: stages whose replicas have nothing to sum: no gradients, no new buffers.
     """

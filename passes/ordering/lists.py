@@ -16,8 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from autopart.passes.ordering.pipeline import Pipeline, Way
-from autopart.passes.ordering.replay import Orders, sources
+from autopart.passes.ordering.pipeline import Orders, Pipeline, changes, durations, sources
 
 NEVER = 1 << 62
 
@@ -93,11 +92,14 @@ class _List:
                 self._least_room[own[place]] = room
                 self._before[own[place]] = own[place - 1] if place else -1
         received, returned = sources(pipeline.sends), sources(pipeline.returns)
+        self._to = {"F": pipeline.sends, "I": pipeline.returns}
+        taken = self._taken = durations(pipeline)
+        self._change = changes(pipeline)
         self._at = {kind: [0] * stages for kind in "FIW"}
         self._ready = {kind: [[0] * self._micros for _ in range(stages)] for kind in "FI"}
         for stage, of in enumerate(received):
             if rule.pace and not of:
-                beat = int(rule.pace * max([self._work(own) for own in self._own]))
+                beat = int(rule.pace * max([sum([taken["F"][s] + taken["B"][s] for s in own]) for own in self._own]))
                 self._ready["F"][stage] = [max(0, unit - 1) * beat for unit in range(self._micros)]
         self._owed = {
             "F": [[len(of)] * self._micros for of in received],
@@ -108,11 +110,6 @@ class _List:
         self._weights_below = [int((1 - rule.weights_from) * room) for room in pipeline.room_bytes]
         self._events: list[tuple[int, int]] = [(0, worker) for worker in range(len(self._own))]
         self._orders: Orders = [[] for _ in self._own]
-
-    def _work(self, own: list[int]) -> int:
-        """Return the nanoseconds of a micro-batch on a worker."""
-        times = self._pipeline
-        return sum([times.fwd_ns[s] + times.input_ns[s] + times.weight_ns[s] for s in own])
 
     def run(self) -> Orders | None:
         """Let every worker act whenever it becomes free, or something arrives for it."""
@@ -127,28 +124,22 @@ class _List:
     def _act(self, worker: int, now: int) -> int:
         """Let a worker begin a compute; return when it is free again."""
         room = self._room[worker]
-        waits = self._next_weights(worker)
+        over, done, weight_ns = self._at["I"], self._at["W"], self._pipeline.weight_ns
+        waits = next((s for s in self._own[worker] if done[s] < over[s] and weight_ns[s]), -1)
         if waits >= 0 and room <= self._weights_below[worker]:
-            return self._weights(worker, waits, now)
+            return self._begin("W", worker, waits, now)
         back, next_back = self._next_backward(worker, now, room)
         ahead, next_ahead = self._next_forward(worker, now, room)
         if back >= 0 and (ahead < 0 or room <= self._back_below[worker]):
-            return self._backward(worker, back, now)
+            return self._begin("I" if weight_ns[back] else "B", worker, back, now)
         if ahead >= 0:
-            return self._forward(worker, ahead, now)
+            return self._begin("F", worker, ahead, now)
         arrival = min(next_back, next_ahead)
-        if waits >= 0 and arrival - now >= self._rule.gap * self._pipeline.weight_ns[waits]:
-            return self._weights(worker, waits, now)
+        if waits >= 0 and arrival - now >= self._rule.gap * weight_ns[waits]:
+            return self._begin("W", worker, waits, now)
         if arrival < NEVER:
             heappush(self._events, (arrival, worker))
         return now
-
-    def _next_weights(self, worker: int) -> int:
-        over, done = self._at["I"], self._at["W"]
-        for stage in self._own[worker]:
-            if done[stage] < over[stage] and self._pipeline.weight_ns[stage]:
-                return stage
-        return -1
 
     def _next_backward(self, worker: int, now: int, room: int) -> tuple[int, int]:
         """Return the stage whose I is ready, -1 if none is; and when the first one will be, as far as is known.
@@ -178,37 +169,19 @@ class _List:
             first = min(first, ready[stage][unit])
         return -1, first
 
-    def _forward(self, worker: int, stage: int, now: int) -> int:
-        unit, end = self._at["F"][stage], now + self._pipeline.fwd_ns[stage]
-        self._begin("F", worker, stage, end)
-        self._room[worker] -= self._pipeline.held_bytes[stage]
-        self._arrive("I", stage, unit, end, worker)
-        self._send("F", self._pipeline.sends[stage], unit, end, worker)
-        return end
-
-    def _backward(self, worker: int, stage: int, now: int) -> int:
-        unit, end = self._at["I"][stage], now + self._pipeline.input_ns[stage]
-        whole = not self._pipeline.weight_ns[stage]
-        self._begin("B" if whole else "I", worker, stage, end)
-        self._room[worker] += self._pipeline.held_bytes[stage] - (0 if whole else self._pipeline.kept_bytes[stage])
-        self._send("I", self._pipeline.returns[stage], unit, end, worker)
-        return end
-
-    def _weights(self, worker: int, stage: int, now: int) -> int:
-        end = now + self._pipeline.weight_ns[stage]
-        self._begin("W", worker, stage, end)
-        self._room[worker] += self._pipeline.kept_bytes[stage]
-        return end
-
-    def _begin(self, kind: str, worker: int, stage: int, end: int) -> None:
-        at = self._at["I" if kind == "B" else kind]
-        self._orders[worker].append((kind, stage, at[stage]))
-        at[stage] += 1
+    def _begin(self, kind: str, worker: int, stage: int, now: int) -> int:
+        """Begin a compute; return when it ends."""
+        way = "I" if kind == "B" else kind
+        unit, end = self._at[way][stage], now + self._taken[kind][stage]
+        self._orders[worker].append((kind, stage, unit))
+        self._at[way][stage] += 1
+        self._room[worker] -= self._change[kind][stage]
         heappush(self._events, (end, worker))
-
-    def _send(self, kind: str, way: Way, unit: int, end: int, worker: int) -> None:
-        for stage, after in way:
-            self._arrive(kind, stage, unit, end + after * self._rule.transfers, worker)
+        if kind == "F":
+            self._arrive("I", stage, unit, end, worker)
+        for peer, after in self._to[way][stage] if way != "W" else ():
+            self._arrive(way, peer, unit, end + after * self._rule.transfers, worker)
+        return end
 
     def _arrive(self, kind: str, stage: int, unit: int, when: int, worker: int) -> None:
         """Note that an input is there from a time on, and wake its worker when it is the last one."""

@@ -121,7 +121,12 @@ class _Merge:
         done: list[Turn] = []
         for worker in range(len(self._orders)):
             self._consider(worker)
-        while self._ready or self._let_go():
+        while self._ready or self._paced:
+            if not self._ready:  # all wait, and some only to keep pace: the first of them need not
+                waiting = min(self._paced, key=self._first_rank.__getitem__)
+                self._waiting[self._paced.pop(waiting)].remove(waiting)
+                self._consider(waiting, paced=False)
+                continue
             start, _, worker = heappop(self._ready)
             turn = self._orders[worker][self._at[worker]]
             end = start + DURATION[turn[0]]
@@ -134,15 +139,6 @@ class _Merge:
                     self._consider(waiter)
             self._consider(worker)
         return done
-
-    def _let_go(self) -> bool:
-        """Queue the first of the workers that only keep pace, where all wait; return whether there is one."""
-        if not self._paced:
-            return False
-        worker = min(self._paced, key=self._first_rank.__getitem__)
-        self._waiting[self._paced.pop(worker)].remove(worker)
-        self._consider(worker, paced=False)
-        return True
 
     def _consider(self, worker: int, *, paced: bool = True) -> None:
         """Queue the next compute of a worker, or add the worker to those that wait for a compute that it needs.
@@ -191,9 +187,12 @@ class _Merge:
             if worker in seen:
                 chain.append(f"worker {worker} runs it later")
         waits = f"{self._text(self._front(first))} waits for ever for {self._text(blocked[first])}"
+        at, turns = self._at[first], self._orders[first]
+        near = range(max(0, at - 5), min(len(turns), at + 6))
+        around = " ".join(f"[{self._text(turns[i])}]" if i == at else self._text(turns[i]) for i in near)
         raise ProgramError(
             f"schedule {schedule} can never end: {waits}",
-            where=f"worker {first}: {self._around(first)}",
+            where=f"worker {first}: {around}",
             why="; ".join(chain),
             fix="order the computes so that each comes after what it needs",
         )
@@ -204,11 +203,6 @@ class _Merge:
     def _text(self, turn: Turn) -> str:
         kind, stage, unit = turn
         return str(Action(kind, Slot(stage, *divmod(unit, self._slices))))
-
-    def _around(self, worker: int) -> str:
-        at, turns = self._at[worker], self._orders[worker]
-        near = range(max(0, at - 5), min(len(turns), at + 6))
-        return " ".join(f"[{self._text(turns[i])}]" if i == at else self._text(turns[i]) for i in near)
 
 
 def _handed_on(turn: Turn) -> Turn:

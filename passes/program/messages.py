@@ -1,17 +1,23 @@
-"""The proof that the messages and sums of a program pass where posting one may block, as under NCCL."""
+"""Messages where posting one may block, as under NCCL: the order of posting, and the proof that they pass.
+
+A rank that posts all its receives before its first action waits for ever under NCCL, where a receive blocks everything
+that is issued behind it until its message arrives.  So every rank posts each message, sent or received, at the place
+where the message stands in the order that all ranks share.  Of all messages that have not passed, the first then has
+both ends at the front: it passes, however little is buffered and however many queues there are.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import groupby
 
-from autopart.ir.actions import ALL, COLLECTIVE, COMPUTE, RECEIVE, TIED, UPDATE, Action
+from autopart.ir.actions import ALL, COLLECTIVE, COMPUTE, RECEIVE, SEND, TIED, UPDATE, Action
 from autopart.ir.errors import ProgramError
-from autopart.ir.program import Program
+from autopart.ir.program import Exchange, Program
 from autopart.ir.shares import copies_of
 from autopart.passes.program.nccl_rules import RECEIVED, SENT, Collective, Comm, Item, MessageEnd, Post, Wait, play
-from autopart.passes.program.posting import with_posting
 
 _Comm = tuple[str | int, ...]
 """The purpose of a communicator, and its ranks."""
@@ -24,6 +30,37 @@ def check_messages(program: Program) -> Program:
     communicator on (`prove_messages`); else raise ProgramError.  O(order * ranks of a stage)."""
     prove_messages(program)
     return with_posting(program)
+
+
+def with_posting(program: Program) -> Program:
+    """Add to a program the exchanges of each rank in the order in which it posts them (`Program.posting`).
+
+    After: exchanges of the same messages stand in one order at both ends: the order of the program, pairs of ranks
+    within a group of messages ascending.  O(order * ranks of a stage).
+    """
+
+    def between(numbered: tuple[int, Action]) -> object:
+        """Group successive messages between the same two stages; every other action stands alone."""
+        place, action = numbered
+        return {action.stage, action.peer} if action.is_a.role == SEND else place
+
+    found: list[list[Exchange]] = [[] for _ in range(program.world)]
+    done = [0] * program.world
+    for _, group in groupby(enumerate(program.order), between):
+        pairs: dict[tuple[int, int], list[tuple[int, Action]]] = {}  # of different ranks: messages and their senders
+        for _, action in group:
+            for rank in program.players(action):
+                done[rank] += 1
+            for part in program.transfers(action) if action.is_a.role == SEND else ():
+                a, b = part.src_rank, part.dst_rank
+                if a != b:
+                    pairs.setdefault((min(a, b), max(a, b)), []).append((a, action))
+        for (low, high), messages in sorted(pairs.items()):
+            for rank, peer in ((low, high), (high, low)):
+                own = tuple(action for source, action in messages if source == rank)
+                others = tuple(action for source, action in messages if source == peer)
+                found[rank].append(Exchange(peer, done[rank], own, others))
+    return replace(program, posting=tuple(map(tuple, found)))
 
 
 def prove_messages(program: Program) -> None:
@@ -113,7 +150,9 @@ def _part(program: Program, rank: int, part: Sequence[Action]) -> list[Item]:
     def post() -> None:
         while waiting and waiting[0].after <= done:
             exchange = waiting.popleft()
-            found.append(_posted(rank, exchange.peer, exchange.sends, exchange.receives))
+            ends = [MessageEnd(SENT, exchange.peer, _name(send)) for send in exchange.sends]
+            ends += [MessageEnd(RECEIVED, exchange.peer, _name(send)) for send in exchange.receives]
+            found.append(Post(("pair", *sorted((rank, exchange.peer))), tuple(ends)))
 
     post()
     for action in part:
@@ -131,9 +170,3 @@ def _part(program: Program, rank: int, part: Sequence[Action]) -> list[Item]:
         done += 1
         post()
     return found
-
-
-def _posted(rank: int, peer: int, sends: Sequence[Action], receives: Sequence[Action]) -> Post:
-    ends = [MessageEnd(SENT, peer, _name(a)) for a in sends]
-    ends += [MessageEnd(RECEIVED, peer, _name(a)) for a in receives]
-    return Post(("pair", *sorted((rank, peer))), tuple(ends))

@@ -61,6 +61,16 @@ def _twice_the_depth(stage: int, stages: int, micros: int) -> int:
     return min(micros, 2 * (stages - stage) - 1)
 
 
+def _stages(stage: int, stages: int, micros: int) -> int:
+    """ZB-H1 (Qi et al., ICLR 2024, section 2.1): as much as the first stage of 1F1B, on all."""
+    return min(micros, stages)
+
+
+def _almost_twice_the_stages(stage: int, stages: int, micros: int) -> int:
+    """ZB-H2 (Qi et al., ICLR 2024, section 2.2): without a bubble where F, I and W take equal times."""
+    return min(micros, 2 * stages - 1)
+
+
 def ahead_of(limit: Limit, stage: int, shape: Shape) -> int:
     """Return the slots whose forward a rank of a stage runs before its first backward, at most.
 
@@ -93,26 +103,28 @@ def _alternating(forwards: list[Turn], backwards: list[list[Turn]], ahead: int, 
     return (*forwards[:ahead], *steady, *[turn for back in backwards[len(forwards) - ahead :] for turn in back])
 
 
-def _units_in_turn(shape: Shape) -> int:
-    """Return the slices that run one after the other: all of a micro-batch where replicas take them in turn.
+def _one_stage(name: str, limit: Limit, each: int | None = None) -> Turns:
+    """Return an order in which a backward runs as soon as the replica holds as many slots as it may.
 
-    The next micro-batch of such a replica is several behind this one.  Earlier stages send its first slice only when
-    this one is back whole, so between its slices it would be waited for without end.
+    each: None for whole backwards; else W follows behind I after a delay, `each` times the stages before this one, of
+    which replicas in turn count as stages (see the head of this module).
     """
-    return shape.slices if shape.alternates else 1
-
-
-def _one_stage(name: str, limit: Limit) -> Turns:
-    """Return an order in which a backward runs as soon as the replica holds as many slots as it may."""
 
     def turns(shape: Shape) -> Iterator[tuple[Turn, ...]]:
         _need_one_stage(name, shape)
+        # The next micro-batch of a replica in turn is several behind this one.  Earlier stages send its first slice
+        # only when this one is back whole, so between its slices it would be waited for without end.
+        units = shape.slices if shape.alternates else 1
         for stage, replicas in enumerate(shape.replicas):
             for replica in range(replicas):
                 forward, backward = _units(range(replica, shape.micros, replicas), shape.slices)
-                backwards = [[(_B, stage, unit)] for unit in backward]
                 forwards = [(_F, stage, unit) for unit in forward]
-                yield _alternating(forwards, backwards, ahead_of(limit, stage, shape), _units_in_turn(shape))
+                backwards = [[(_B if each is None else _I, stage, unit)] for unit in backward]
+                if each is not None:
+                    delay = each * sum(shape.replicas[:stage]) // replicas
+                    for place, unit in enumerate(backward):
+                        backwards[min(place + delay, len(backward) - 1)].append((_W, stage, unit))
+                yield _alternating(forwards, backwards, ahead_of(limit, stage, shape), units)
 
     return turns
 
@@ -145,40 +157,6 @@ def _need_no_turns(name: str, shape: Shape) -> None:
             f"schedule {name} has no order for replicas that take micro-batches in turn beside other stages",
             fix='use replica_policy="split", or one stage on each rank',
         )
-
-
-# ---- split backward --------------------------------------------------------------------------------------------------
-
-
-def _zero_bubble(name: str, limit: Limit, each: int) -> Turns:
-    """Return the order in which W follows behind I after a delay: `each` times the stages before this one.
-
-    Replicas in turn of the earlier stages count as stages (see the head of this module).
-    """
-
-    def turns(shape: Shape) -> Iterator[tuple[Turn, ...]]:
-        _need_one_stage(name, shape)
-        for stage, replicas in enumerate(shape.replicas):
-            delay = each * sum(shape.replicas[:stage]) // replicas
-            for replica in range(replicas):
-                forward, backward = _units(range(replica, shape.micros, replicas), shape.slices)
-                backwards: list[list[Turn]] = [[(_I, stage, unit)] for unit in backward]
-                for place, unit in enumerate(backward):
-                    backwards[min(place + delay, len(backward) - 1)].append((_W, stage, unit))
-                forwards = [(_F, stage, unit) for unit in forward]
-                yield _alternating(forwards, backwards, ahead_of(limit, stage, shape), _units_in_turn(shape))
-
-    return turns
-
-
-def _stages(stage: int, stages: int, micros: int) -> int:
-    """ZB-H1 (Qi et al., ICLR 2024, section 2.1): as much as the first stage of 1F1B, on all."""
-    return min(micros, stages)
-
-
-def _almost_twice_the_stages(stage: int, stages: int, micros: int) -> int:
-    """ZB-H2 (Qi et al., ICLR 2024, section 2.2): without a bubble where F, I and W take equal times."""
-    return min(micros, 2 * stages - 1)
 
 
 # ---- several stages on a worker --------------------------------------------------------------------------------------
@@ -233,22 +211,20 @@ def _zb_v(shape: Shape) -> Iterator[tuple[Turn, ...]]:
     do not exist are left out.
     """
     if not shape.homes:
-        yield from _zero_bubble("zb-v", _depth, 1)(shape)
+        yield from _one_stage("zb-v", _depth, 1)(shape)
         return
     _need_no_turns("zb-v", shape)
     _need_placement("zb-v", V, shape)
     workers = shape.workers
     if len(workers[0]) != 2:
-        _refuse_lap_count(len(workers[0]))
+        raise ProgramError(
+            "schedule zb-v runs two stages on each worker",
+            why=f"there are {len(workers[0])}",
+            fix=f"use 2, or {SEARCHED!r}",
+        )
     for worker, (first, second) in enumerate(workers):
         turns = _v_turns(worker, len(workers), first, second, shape.micros)
         yield tuple([turn for turn in turns if turn[2] < shape.micros])
-
-
-def _refuse_lap_count(count: int) -> None:
-    raise ProgramError(
-        "schedule zb-v runs two stages on each worker", why=f"there are {count}", fix=f"use 2, or {SEARCHED!r}"
-    )
 
 
 def _v_turns(worker: int, workers: int, first: int, second: int, micros: int) -> Iterator[Turn]:
@@ -319,8 +295,8 @@ BUILT_IN = (
     _built_in(STASHED, _one_stage(STASHED, _depth), _depth, 1, synchronous=False, sliced=False),
     _built_in(DELAYED, _one_stage(DELAYED, _depth), _depth, 1, synchronous=False, sliced=False),
     _built_in("interleaved", _interleaved, placement=LOOP),
-    _built_in("zb-h1", _zero_bubble("zb-h1", _depth, 1), _stages, splits=True),
-    _built_in("zb-h2", _zero_bubble("zb-h2", _twice_the_depth, 2), _almost_twice_the_stages, splits=True),
+    _built_in("zb-h1", _one_stage("zb-h1", _depth, 1), _stages, splits=True),
+    _built_in("zb-h2", _one_stage("zb-h2", _twice_the_depth, 2), _almost_twice_the_stages, splits=True),
     _built_in("zb-v", _zb_v, placement=V, splits=True, sliced=False),
     _built_in(SEARCHED, _fixed, splits=True),
 )

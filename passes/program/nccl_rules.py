@@ -215,7 +215,6 @@ class _Play:
         self._end_if_over(rank)
 
     def _match(self, rank: int, peer: int, way: int, comm: Comm) -> None:
-        """Match ends of one rank with those of a peer."""
         mine = self._left[rank][peer, way]
         others = self._left.get(peer, {}).get((rank, -way)) if self._is_at(peer, comm) else None
         while mine and others:

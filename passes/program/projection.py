@@ -15,8 +15,7 @@ from autopart.ir.errors import PlanError
 from autopart.ir.graph import Graph, Op
 from autopart.ir.plan import Decision, Stage
 from autopart.passes.graph.atoms import atoms
-from autopart.passes.program.learning import with_forward_only
-from autopart.passes.program.routing import homes
+from autopart.passes.program.routing import homes, users_of, with_forward_only
 
 
 def project_plan(graph: Graph, trained: Graph, plan: Decision) -> tuple[Stage, ...]:
@@ -37,8 +36,12 @@ def project_plan(graph: Graph, trained: Graph, plan: Decision) -> tuple[Stage, .
 
 def _projected(graph: Graph, blocks: Graph, trained: Graph, plan: Decision) -> tuple[Stage, ...]:
     """Place blocks of ops of `graph` as a whole, as `project_plan` describes."""
-    holders = _holders(trained, plan)
-    modules, places = _module_stages(trained, plan), _places(graph, trained, plan)
+    holders, places, ops = _holders(trained, plan), _places(graph, trained, plan), trained.op_map()
+    runs: dict[str, Counter[int]] = {}  # how many ops of each module run on each stage
+    for index, planned in enumerate(plan.stages):
+        for name in planned.ops:
+            runs.setdefault(ops[name].module, Counter())[index] += 1
+    modules = {module: count.most_common(1)[0][0] for module, count in runs.items() if module}
     parts: list[list[str]] = [[] for _ in plan.stages]
     stage_of: dict[str, int] = {}
     for block in blocks.ops:
@@ -49,29 +52,19 @@ def _projected(graph: Graph, blocks: Graph, trained: Graph, plan: Decision) -> t
             stage_of[value] = stage
         parts[stage].extend(block.parts or (block.name,))
     place = {op.name: index for index, op in enumerate(graph.ops)}
-    stages = tuple(
-        replace(stage, ops=tuple(sorted(set(names), key=place.__getitem__)), recompute=_kept_groups(stage, set(names)))
-        for names, stage in zip(parts, plan.stages, strict=True)
-    )
-    return with_forward_only(replace(plan, stages=stages), graph.learning_ops()).stages
-
-
-def _kept_groups(stage: Stage, names: set[str]) -> tuple[tuple[str, ...], ...]:
-    """Return the recomputed groups of a stage, limited to ops with these names: any groups are exact."""
-    groups = (tuple(name for name in group if name in names) for group in stage.recompute)
-    return tuple(group for group in groups if group)
+    stages = []
+    for names, planned in zip(map(set, parts), plan.stages, strict=True):
+        groups = [tuple([name for name in group if name in names]) for group in planned.recompute]  # any are exact
+        own = tuple(sorted(names, key=place.__getitem__))
+        stages.append(replace(planned, ops=own, recompute=tuple(filter(None, groups))))
+    return with_forward_only(replace(plan, stages=tuple(stages)), graph.learning_ops()).stages
 
 
 def _holders(trained: Graph, plan: Decision) -> dict[str, list[int]]:
     """Return for each parameter and updated buffer the stages that hold it, and what the first one holds besides."""
     updated = {buffer for buffer, _ in trained.updates}
     fixed = {p.name for p in trained.params if p.kind == "param"} | updated
-    holders: dict[str, list[int]] = {}
-    ops = trained.op_map()
-    for index, stage in enumerate(plan.stages):
-        for name in dict.fromkeys(p for op in stage.ops for p in ops[op].params):
-            if name in fixed:
-                holders.setdefault(name, []).append(index)
+    holders = {name: stages for name, stages in users_of(plan.stages, trained).items() if name in fixed}
     for name, index in homes(plan, trained).items():
         holders.setdefault(name, []).append(index)
     read = {name for op in trained.ops for name in op.params}
@@ -79,16 +72,6 @@ def _holders(trained: Graph, plan: Decision) -> dict[str, list[int]]:
         if name not in read or (name in holders and 0 not in holders[name]):
             holders[name] = [0, *holders.get(name, ())]
     return holders
-
-
-def _module_stages(trained: Graph, plan: Decision) -> dict[str, int]:
-    """Return the stage where most of each module's ops run."""
-    counts: dict[str, Counter[int]] = {}
-    ops = trained.op_map()
-    for index, stage in enumerate(plan.stages):
-        for name in stage.ops:
-            counts.setdefault(ops[name].module, Counter())[index] += 1
-    return {module: count.most_common(1)[0][0] for module, count in counts.items() if module}
 
 
 def _places(graph: Graph, trained: Graph, plan: Decision) -> dict[str, int]:
@@ -127,12 +110,7 @@ def check_gradients_stay(graph: Graph, stages: tuple[Stage, ...], trained: Graph
 
     That is one used on a stage that does not hold it under the plan.  O(ops).
     """
-    planned = _holders(trained, plan)
-    ops = graph.op_map()
-    users: dict[str, list[int]] = {}
-    for index, stage in enumerate(stages):
-        for name in dict.fromkeys(p for op in stage.ops for p in ops[op].params):
-            users.setdefault(name, []).append(index)
+    planned, users = _holders(trained, plan), users_of(stages, graph)
     for param in graph.params:
         if not param.trainable or param.name not in users:
             continue

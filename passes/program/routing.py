@@ -1,21 +1,25 @@
 """Routing: the values that flow between stages, and the messages and sums that carry them.
 
 It works on the captured graph, so that a plan file can be routed without coarsening.
+
+Stages without anything that learns, on them or before them, are forward only: with `requires_grad_(False)` on the first
+modules of a model, their ops have no backward.  A stage of such ops alone keeps nothing for a backward, gets no
+gradients, sums none and has no optimizer step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from types import MappingProxyType
 
 from autopart.ir.actions import begins_step
-from autopart.ir.decision import Decision, stage_of_ops
+from autopart.ir.decision import Decision, Stage, stage_of_ops
 from autopart.ir.errors import PlanError
 from autopart.ir.graph import Graph
 from autopart.ir.program import Edge, Program
 from autopart.ir.shares import division, same_windows
-from autopart.passes.program.learning import unsummed_stages
 from autopart.passes.program.linearize import linear_order
 from autopart.passes.program.orders import Shape
 from autopart.passes.program.schedules import find, worker_orders
@@ -63,17 +67,23 @@ def route(
     return replace(bare, order=(*begin, *order, *once[len(begin) :]))
 
 
+def users_of(stages: Sequence[Stage], graph: Graph) -> dict[str, list[int]]:
+    """Return for each parameter the stages that use it, ascending.  O(uses)."""
+    ops = graph.op_map()
+    found: dict[str, list[int]] = {}
+    for s, stage in enumerate(stages):
+        for name in dict.fromkeys(name for op in stage.ops for name in ops[op].params):
+            found.setdefault(name, []).append(s)
+    return found
+
+
 def homes(decision: Decision, graph: Graph) -> dict[str, int]:
     """Return the stage that holds each trainable parameter that no op uses, so that a batch of another kind can train
     it: the stage of its neighbours in the model.  O(uses + parameters).
 
     Of the used parameters before and behind it, the one whose path has more in common with its own counts; of two that
     have as much, the one on the later stage."""
-    ops = graph.op_map()
-    users: dict[str, list[int]] = {}
-    for s, stage in enumerate(decision.stages):
-        for name in dict.fromkeys(name for op in stage.ops for name in ops[op].params):
-            users.setdefault(name, []).append(s)
+    users = users_of(decision.stages, graph)
     names = [param.name for param in graph.params if param.kind == "param"]
     unused = {param.name for param in graph.params if param.trainable} - users.keys()
     found: dict[str, tuple[int, int]] = dict.fromkeys((name for name in names if name in unused), (0, 0))
@@ -83,14 +93,10 @@ def homes(decision: Decision, graph: Graph) -> dict[str, int]:
             if name in users:
                 near = name
             elif name in unused and near:
-                found[name] = max(found[name], (_alike(name, near), users[near][side]))
+                both = zip(name.split("."), near.split("."), strict=False)
+                alike = list(takewhile(lambda parts: parts[0] == parts[1], both))
+                found[name] = max(found[name], (len(alike), users[near][side]))
     return {name: stage for name, (_, stage) in found.items()}
-
-
-def _alike(path: str, other: str) -> int:
-    """Return how many parts two paths have in common from the start."""
-    pairs = enumerate(zip(path.split("."), other.split("."), strict=False))
-    return next((place for place, (a, b) in pairs if a != b), 0)
 
 
 def owner_stages(decision: Decision, graph: Graph) -> tuple[int, ...]:
@@ -176,12 +182,36 @@ def tied(decision: Decision, graph: Graph, held: Mapping[str, Collection[int]] =
 
     held: stages that have a copy under the plan, by parameter; all of them need the sum, though this graph may use
     fewer."""
-    ops = graph.op_map()
-    users: dict[str, set[int]] = {}
-    for s, stage in enumerate(decision.stages):
-        for name in stage.ops:
-            for param in ops[name].params:
-                users.setdefault(param, set(held.get(param, ()))).add(s)
+    users = {name: {*own, *held.get(name, ())} for name, own in users_of(decision.stages, graph).items()}
     return tuple(
         (p.name, tuple(sorted(users[p.name]))) for p in graph.params if p.trainable and len(users.get(p.name, ())) > 1
     )
+
+
+def with_forward_only(decision: Decision, learning: Collection[str]) -> Decision:
+    """Mark the stages that are forward only, and no others; they recompute nothing.
+
+    learning: the ops that have a backward (`Graph.learning_ops`); where there are none, as in evaluation, no stage is
+    marked.  Under asynchronous schedules none is either: the rhythm of their updates has a backward on every stage,
+    which does nothing there.  O(ops).
+    """
+    may_be = bool(learning) and find(decision.schedule).synchronous
+
+    def marked(stage: Stage) -> Stage:
+        forward_only = may_be and not any(name in learning for name in stage.ops)
+        return replace(stage, forward_only=forward_only, recompute=() if forward_only else stage.recompute)
+
+    return replace(decision, stages=tuple([marked(stage) for stage in decision.stages]))
+
+
+def unsummed_stages(decision: Decision, graph: Graph) -> tuple[int, ...]:
+    """Return the stages whose replicas have nothing to sum: without trainable parameters, and without buffers that
+    change.  O(uses)."""
+    trained = {param.name for param in graph.params if param.trainable}
+    ops, changing = graph.op_map(), {value for _, value in graph.updates}
+
+    def sums(stage: Stage) -> bool:
+        own = [ops[name] for name in stage.ops]
+        return any(not (trained.isdisjoint(op.params) and changing.isdisjoint(op.writes)) for op in own)
+
+    return tuple(s for s, stage in enumerate(decision.stages) if not sums(stage))

@@ -57,11 +57,6 @@ def names() -> tuple[str, ...]:
 # ---- derived from an order -----------------------------------------------------------------------------------------
 
 
-def takes_slices(schedule: Schedule) -> bool:
-    """Return whether a schedule has an order over slices."""
-    return schedule.sliced
-
-
 def streams(schedule: Schedule) -> bool:
     """Return whether batches follow each other without a flush between them (`pipe.train`)."""
     return not schedule.synchronous and schedule in BUILT_IN
@@ -88,7 +83,7 @@ def worker_orders(schedule: Schedule, shape: Shape) -> Iterator[tuple[Turn, ...]
     anything that is not a compute of this pipeline, and for slices if the schedule has no order over them.
     O(stages * micros * slices) for all workers.
     """
-    if shape.slices > 1 and not takes_slices(schedule):
+    if shape.slices > 1 and not schedule.sliced:
         raise ProgramError(
             f"schedule {schedule.name} has no order over slices of sequences",
             fix=f"use one of {', '.join(FAMILY)}, or token_slices=None",
@@ -158,19 +153,15 @@ def in_flight(schedule: Schedule, stage: int, shape: Shape) -> int:
     if stage in shape.forward_only:
         return 1
     held = most_held(schedule, stage, shape) if schedule.turns is not None else None
-    return held if held is not None else most_tokens(schedule, stage, shape, (1,) * shape.slices)
-
-
-def most_tokens(schedule: Schedule, stage: int, shape: Shape, lengths: tuple[int, ...]) -> int:
-    """Return the most tokens whose activations a rank of a stage holds.  lengths: of the slices.
-
-    O(stages * micros * slices).
-    """
-    return _tokens_of_stages(schedule, shape, lengths)[stage]
+    return held if held is not None else most_tokens(schedule, shape, (1,) * shape.slices)[stage]
 
 
 @lru_cache(maxsize=64)
-def _tokens_of_stages(schedule: Schedule, shape: Shape, lengths: tuple[int, ...]) -> tuple[int, ...]:
+def most_tokens(schedule: Schedule, shape: Shape, lengths: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the most tokens whose activations a rank of each stage holds.  lengths: of the slices.
+
+    O(stages * micros * slices).
+    """
     most = [0] * shape.stages
     for order in pattern(schedule, shape).workers:
         held = dict.fromkeys({stage for _, stage, _ in order}, 0)

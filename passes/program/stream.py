@@ -15,7 +15,7 @@ from autopart.ir.actions import BACKWARD, COMPUTES, FORWARD, SENDS, Action, Slot
 from autopart.ir.decision import Decision
 from autopart.ir.errors import PlanError
 from autopart.ir.graph import Graph
-from autopart.ir.program import Edge, Program, Streaming
+from autopart.ir.program import Program, Streaming
 from autopart.passes.program.linearize import receivers
 from autopart.passes.program.named import DELAYED
 from autopart.passes.program.orders import Shape
@@ -112,28 +112,19 @@ def _ticks(rhythm: Streaming, program: Program) -> Iterator[Action]:
     Stages go forward in ascending order and back in descending order, so that a micro-batch passes all stages in one
     tick forward.  Its backward comes no later on a later stage, since lags only shrink (`streaming_of`).
     """
-    stages, sends = range(len(rhythm.lags)), _Sends(program.edges)
+    stages, to = range(len(rhythm.lags)), receivers(program.edges)
+
+    def behind(way: str, slot: Slot) -> Iterator[Action]:
+        yield Action(COMPUTES[way], slot)
+        for peer in to.get((way, slot.stage), ()):
+            yield Action(SENDS[way], slot, peer)
+
     for tick in range(rhythm.last_tick(program.micros) + 1):
         for stage in stages if tick < program.micros else ():
-            yield from sends.behind(COMPUTES[FORWARD], Slot(stage, tick))
+            yield from behind(FORWARD, Slot(stage, tick))
         for stage in reversed(stages):
             micro, every = tick - rhythm.lags[stage], rhythm.updates[stage]
             if 0 <= micro < program.micros:
-                yield from sends.behind(COMPUTES[BACKWARD], Slot(stage, micro))
+                yield from behind(BACKWARD, Slot(stage, micro))
             if micro >= 0 and micro % every == every - 1 and micro - every + 1 < program.micros:
                 yield program.updating(stage, min(micro, program.micros - 1))
-
-
-class _Sends:
-    """Computes with the messages that they make."""
-
-    def __init__(self, links: tuple[Edge, ...]) -> None:
-        self._receivers = receivers(links)
-        self._ways = {kind: way for way, kind in COMPUTES.items()}
-
-    def behind(self, compute: str, slot: Slot) -> Iterator[Action]:
-        """Yield a compute, then its messages."""
-        way = self._ways[compute]
-        yield Action(compute, slot)
-        for peer in self._receivers.get((way, slot.stage), ()):
-            yield Action(SENDS[way], slot, peer)

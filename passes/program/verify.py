@@ -179,6 +179,7 @@ class _Walk:
         self._units = "micro-batches" if program.slices == 1 else "slices"
         self._ended: set[int] = set()
         self._meeting: set[Action] = set()
+        self._played = {COMPUTE: self._compute, SEND: self._send, UPDATE: self._update}
         once = [(name, kind) for name, kind in ACTIONS.items() if not kind.is_per_slot]
         groups = {name: program.groups(kind.meets) for name, kind in once}
         self._groups = {(name, stage): group for name, found in groups.items() for group in found for stage in group}
@@ -208,14 +209,8 @@ class _Walk:
         problem = self._misplaced(action)
         if problem is None and (key in self._over or (hands_on(action.kind), *slot, None) in self._over):
             problem = f"{action} stands twice", "everything happens once in a step"
-        if problem is None and kind.role == COMPUTE:
-            problem = self._compute(action)
-        elif problem is None and kind.role == SEND:
-            problem = self._send(action)
-        elif problem is None and kind.role == UPDATE:
-            problem = self._update(action)
-        elif problem is None:
-            problem = self._end(action)
+        if problem is None:
+            problem = self._played.get(kind.role, self._end)(action)
         self._over.add(key)
         return problem
 

@@ -11,8 +11,7 @@ from autopart.ir.decision import listed_runs
 from autopart.ir.errors import InfeasibleError
 from autopart.ir.graph import Graph, Op
 from autopart.ir.plan import Alternative
-from autopart.passes.search.candidate import Candidate
-from autopart.passes.search.evaluation import Evaluation, evaluate
+from autopart.passes.search.evaluation import Candidate, Evaluation, evaluate
 from autopart.passes.search.layout import Layout
 from autopart.passes.search.space import PlanRequest, SearchSpace
 from autopart.passes.search.variants.slicing import slices_of, whole_of
@@ -60,16 +59,12 @@ def alternatives(best: Evaluation, seen: Sequence[Evaluation], fastest: Evaluati
 
 def _other_schedules(best: Evaluation, seen: Sequence[Evaluation]) -> list[tuple[str, Evaluation | None]]:
     """Return the fastest of each tried schedule outside 1F1B's family, and of that family where it was left."""
-    chosen = best.candidate.other_order
-    names = dict.fromkeys(e.candidate.other_order for e in seen)
-    if not chosen and not any(names):
-        return []
+    tried = dict.fromkeys(e.candidate.other_order for e in seen)
     found: list[tuple[str, Evaluation | None]] = []
-    for name in names:
-        fastest = _fastest(e for e in seen if e.candidate.other_order == name)
-        if fastest is not None and name != chosen:
-            several = f", {fastest.candidate.per_rank} stages a rank" if fastest.candidate.per_rank > 1 else ""
-            found.append((f"schedule {fastest.candidate.schedule}{several}", fastest))
+    for name in [name for name in tried if name != best.candidate.other_order]:
+        fastest = min((e for e in seen if e.candidate.other_order == name), key=lambda e: e.step_ns)
+        several = f", {fastest.candidate.per_rank} stages a rank" if fastest.candidate.per_rank > 1 else ""
+        found.append((f"schedule {fastest.candidate.schedule}{several}", fastest))
     return found
 
 
@@ -99,7 +94,6 @@ def _alternative(name: str, evaluation: Evaluation, best: Evaluation) -> Alterna
         excess = mib(evaluation.over_bytes)
         return Alternative(name, 0, f"does not fit: {excess} too much on a device of stage {evaluation.stage}")
     slower = evaluation.step_ns / best.step_ns - 1 if best.step_ns else 0.0
-    asked = _wish(best.space.request) if slower < 0 else ""
     step_ns = max(1, evaluation.step_ns)
     if evaluation.decision.token_slices:
         return Alternative(name, evaluation.step_ns, f"{slower:+.1%} (slices are taken where they clearly save time)")
@@ -109,14 +103,10 @@ def _alternative(name: str, evaluation: Evaluation, best: Evaluation) -> Alterna
     reason = f"its slowest stage is busy {busiest:.0%} of it"
     if reduce > 0.1:
         reason = f"sums of gradients take {reduce:.0%} of it"
-    return Alternative(name, evaluation.step_ns, f"{slower:+.1%} ({asked or reason})")
-
-
-def _wish(request: PlanRequest) -> str:
-    """Return the wish that kept the planner from a faster plan with other stages; "" without one."""
-    wishes = ("cuts", request.cuts), ("stages", request.stages), ("replicas", request.replicas)
-    found = [f"{name}={list(value) if isinstance(value, tuple) else value}" for name, value in wishes if value]
-    return f"you asked for {found[0]}" if found else ""
+    for wish in ("replicas", "stages", "cuts") if slower < 0 else ():  # what kept the planner from it, the last counts
+        if asked := getattr(best.space.request, wish):
+            reason = f"you asked for {wish}={list(asked) if isinstance(asked, tuple) else asked}"
+    return Alternative(name, evaluation.step_ns, f"{slower:+.1%} ({reason})")
 
 
 def _count(count: int, noun: str) -> str:

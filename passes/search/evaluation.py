@@ -1,4 +1,11 @@
-"""Evaluation of candidates by the event simulator, and the search that collects them.
+"""Candidates, their evaluation by the event simulator, and the search that collects them.
+
+A candidate lays its positions over the cluster (`layout`) and cuts the chain into `per_rank` stages for each of them.
+With three positions and two stages each:
+
+    loop   positions 0 1 2 0 1 2   (Megatron's interleaved schedule, SC 2021, section 2.2)
+    v      positions 0 1 2 2 1 0   (Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024); with
+                                   more stages on and on there and back
 
 Candidates are decisions over blocks, so that evaluating one costs O(blocks + actions); the chosen one is estimated once
 more over captured ops (`finalize`).
@@ -8,20 +15,102 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from math import log2
+from typing import NamedTuple
 
+from autopart.ir.cluster import DEVICE_KINDS
 from autopart.ir.decision import Decision, Stage
 from autopart.ir.plan import Estimate
-from autopart.passes.program.learning import with_forward_only
-from autopart.passes.program.routing import edges, tied
-from autopart.passes.search.candidate import Candidate, Proposal
-from autopart.passes.search.layout import in_proportion
-from autopart.passes.search.memory.jointly import Fitted, fitted_jointly
-from autopart.passes.search.memory.recomputation import recomputed_stage
-from autopart.passes.search.space import SearchSpace, Watch
+from autopart.passes.program.orders import ONE, Shape, placed
+from autopart.passes.program.routing import edges, tied, with_forward_only
+from autopart.passes.program.schedules import find
+from autopart.passes.search.layout import Layout, in_proportion
+from autopart.passes.search.recomputation import Fitted, fitted_jointly, recomputed_stage
+from autopart.passes.search.space import SearchSpace, Watch, is_other
 from autopart.passes.simulation.estimate import excess_of, simulated_ns, stage_estimates
-from autopart.passes.simulation.rank_memory import stages_together
 from autopart.passes.simulation.stage_costs import stage_contexts
+
+SHARING = 0.02
+"""Replicas share the optimizer state where memory does not demand it if the step gets shorter by at least this part, as
+predicted steps are not worth more; and its messages, one or more for each large parameter, are charged by their bytes
+alone."""
+DOUBLING = 0.02
+"""A plan with twice the stages is chosen if it makes the step shorter by at least this part: predicted steps are off by
+more than that from measured ones (benchmarks/results/prediction.json), while each stage is one more hop for every
+micro-batch, and one more device that all others wait for.  For 15 stages instead of 16 it is 0.2 %."""
+OTHER_ORDER = 0.02
+"""A schedule that is not of 1F1B's family is chosen if it saves at least this part of the step."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """The choices of the search; memory decides the rest.
+
+    bounds, widths, latency_ns, first: those of a `Partition`; widths are those of positions.  per_rank: stages of each
+    position.  placement: ONE, LOOP or V.  order: computes of each worker (`Decision.order`); (): the schedule's own.
+    recompute: the groups of each stage with which the order was found; (): as memory demands.
+    """
+
+    bounds: tuple[int, ...]
+    widths: tuple[int, ...]
+    latency_ns: int
+    first: int
+    layout: Layout
+    micro_rows: tuple[int, ...]
+    schedule: str
+    token_slices: tuple[int, ...] = ()
+    per_rank: int = 1
+    placement: str = ONE
+    order: tuple[str, ...] = ()
+    recompute: tuple[tuple[tuple[str, ...], ...], ...] = ()
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for candidates that are the same plan."""
+        return self.bounds, self.ranks, self.micro_rows, self.schedule, self.token_slices, self.order
+
+    @property
+    def stages(self) -> int:
+        """Number of stages."""
+        return len(self.widths) * self.per_rank
+
+    def preference(self, step_ns: int, kind: str) -> float:
+        """Return the criterion by which plans are chosen, less is better.
+
+        It is the step, with a penalty for each doubling of the stages, and for a schedule that is not of 1F1B's family
+        one for its further computes and another one.  kind: of device.
+        """
+        if not self.other_order:
+            return float(step_ns * (1 + DOUBLING) ** log2(self.stages))
+        each = self.per_rank * (3 if find(self.schedule).splits else 2)
+        more_ns = len(self.micro_rows) * (each - 2) * DEVICE_KINDS[kind].compute_ns
+        return float((step_ns + more_ns) * (1 + DOUBLING) ** log2(self.stages) * (1 + OTHER_ORDER))
+
+    @property
+    def other_order(self) -> str:
+        """Its schedule if that is not of 1F1B's family (`orders`), else ""."""
+        return self.schedule if is_other(self.schedule) else ""
+
+    @property
+    def most_replicas(self) -> int:
+        """The devices of the stage that has most."""
+        return self.layout.pipeline_replicas * max(self.widths)
+
+    @property
+    def ranks(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks of each stage."""
+        starts = accumulate(self.widths, initial=self.first)
+        ranks = [self.layout.ranks(start, width) for start, width in zip(starts, self.widths, strict=False)]
+        homes = placed(self.placement, self.stages, len(ranks)) or range(len(ranks))
+        return tuple([ranks[home] for home in homes])
+
+
+class Proposal(NamedTuple):
+    """A candidate and the space whose blocks it cuts."""
+
+    space: SearchSpace
+    candidate: Candidate
 
 
 @dataclass(frozen=True)
@@ -59,12 +148,6 @@ class Evaluation:
     def fits(self) -> bool:
         """Whether every stage fits its devices."""
         return self.over_bytes == 0
-
-
-SHARING = 0.02
-"""Replicas share the optimizer state where memory does not demand it if the step gets shorter by at least this part, as
-predicted steps are not worth more; and its messages, one or more for each large parameter, are charged by their bytes
-alone."""
 
 
 def evaluate(space: SearchSpace, candidate: Candidate, spare_bytes: Sequence[int] = ()) -> Evaluation:
@@ -146,7 +229,7 @@ def _fit(space: SearchSpace, decision: Decision, spare_bytes: Sequence[int]) -> 
     if max(found.excess) > 0 and request.may_shard and replicated and not decision.zero:
         found = measured(replace(found.decision, zero=1))
     if max(found.excess) > 0 and request.may_recompute and not everything:  # before the simulation, whose times differ
-        if len(stages_together(decision)) == len(decision.stages):
+        if not Shape.of(decision).homes:
             over = [s for s in every_stage if found.excess[s] > 0]
             return measured(recomputing(found.decision, over, spare_bytes))
         return fitted_jointly(space, found, measured, spare_bytes)
@@ -228,11 +311,6 @@ class Search:
         return _first_of_each(
             self.ranked, lambda e: (e.stages, e.candidate.per_rank, len(e.candidate.ranks[0]), e.candidate.other_order)
         )
-
-    @property
-    def preferred(self) -> list[Evaluation]:
-        """The fastest that fits of each number of stages, in the order of `preference`."""
-        return sorted(_first_of_each(self.ranked, lambda e: e.stages), key=lambda e: e.preference)
 
     def keep_asked(self) -> None:
         """Drop results whose schedule or stages a rank the request does not allow: they served to find others."""

@@ -19,12 +19,10 @@ from autopart.ir.graph import Graph, stage_modules
 from autopart.ir.plan import Decision, Outlook, Stage, check_decision
 from autopart.ir.program import Program
 from autopart.ir.timeline import spans_text
-from autopart.passes.ordering.bound import bound_ns
-from autopart.passes.ordering.pipeline import Pipeline
-from autopart.passes.program.learning import with_forward_only
+from autopart.passes.ordering.pipeline import Pipeline, bound_ns
 from autopart.passes.program.messages import prove_messages
 from autopart.passes.program.orders import Shape
-from autopart.passes.program.routing import edges, route
+from autopart.passes.program.routing import edges, route, with_forward_only
 from autopart.passes.program.schedules import find, streams
 from autopart.passes.program.stream import streaming_of
 from autopart.passes.program.verify import check_program
@@ -32,7 +30,6 @@ from autopart.passes.search.diagnostics import alternatives, mib
 from autopart.passes.search.evaluation import Evaluation, evaluate
 from autopart.passes.search.space import PlanRequest, SearchSpace
 from autopart.passes.simulation.estimate import estimate, excess_of, stage_estimates, timeline_of, work_of
-from autopart.passes.simulation.rank_memory import stages_together
 from autopart.passes.simulation.stage_costs import Estimator
 
 LIGHT = 0.02
@@ -138,7 +135,7 @@ def _explained(
     fastest = min(proven, key=lambda each: (each.step_ns, each.preference))
     own, its = (replace(each.evaluation, step_ns=each.step_ns) for each in (taken, fastest))
     notes = notes_of(taken.decision, space.chain.n, space.request, graph)
-    if len(stages_together(taken.decision)) < len(taken.decision.stages):
+    if Shape.of(taken.decision).homes:
         notes = (*notes, _ranks_note(taken, estimator))
     if taken.decision.order:
         notes = (*notes, _order_note(taken, estimator))
@@ -161,7 +158,7 @@ def _ranks_note(taken: Finalized, estimator: Estimator) -> str:
     excess = excess_of(decision, taken.program.edges, estimator)
     worst = max(range(len(excess)), key=excess.__getitem__)
     ranks = decision.stages[worst].ranks
-    together = next(stages for stages in stages_together(decision) if worst in stages)
+    together = next(stages for stages in Shape.of(decision).workers if worst in stages)
     peak = mib(excess[worst] + estimator.cluster.least_memory_bytes(ranks))
     numbers = ", ".join(map(str, together))
     return f"{len(together)} stages a rank; rank {ranks[0]} is the fullest: {peak} at once for stages {numbers}"

@@ -79,7 +79,12 @@ def layouts(cluster: Cluster, *, replicas: bool, wanted: int = 1) -> Iterator[La
     """
     world = cluster.world
     plain = _orders(cluster)
-    dealt = [_dealt_out(order, *sizes) for sizes in _better_outside(cluster) for order in plain]
+    dealt = [
+        _dealt_out(order, inner.size, outer.size)
+        for inner, outer in pairwise(cluster.levels)
+        if outer.link.latency_ns < inner.link.latency_ns or outer.link.bytes_per_s > inner.link.bytes_per_s
+        for order in plain
+    ]
     orders = list(dict.fromkeys((*plain, *dealt)))
     counts = [1]
     if replicas:
@@ -89,19 +94,13 @@ def layouts(cluster: Cluster, *, replicas: bool, wanted: int = 1) -> Iterator[La
         for count in counts:
             depth = world // count
             inside = {size // depth for size in sizes if size >= depth and size % depth == 0}
-            inside |= {part for size in sizes if size < depth for part in _parts(size)}
+            smaller = [
+                (size, 1 << halvings) for size in sizes if size < depth for halvings in range(1, size.bit_length())
+            ]
+            inside |= {size // part for size, part in smaller if size % part == 0 and size > part}
             for inner in sorted({1, count, *(i for i in inside if i < count)}, reverse=True):
                 if count % inner == 0:
                     yield Layout(count, depth, inner, order, replicas)
-
-
-def _parts(size: int) -> list[int]:
-    """Return half of a group, half of that and so on, down to 2: numbers of positions inside one group."""
-    parts = []
-    while size % 2 == 0 and size > 2:
-        size //= 2
-        parts.append(size)
-    return parts
 
 
 def _orders(cluster: Cluster) -> list[tuple[int, ...]]:
@@ -119,15 +118,6 @@ def _orders(cluster: Cluster) -> list[tuple[int, ...]]:
             for rank in {cluster.devices[r]: r for r in reversed(plain) if r not in order}.values()
         ]
     return sorted(orders)
-
-
-def _better_outside(cluster: Cluster) -> list[tuple[int, int]]:
-    """Return (size of a level, size of the next one) where the next one's link is better in any way."""
-    return [
-        (inner.size, outer.size)
-        for inner, outer in pairwise(cluster.levels)
-        if outer.link.latency_ns < inner.link.latency_ns or outer.link.bytes_per_s > inner.link.bytes_per_s
-    ]
 
 
 def _dealt_out(order: tuple[int, ...], inner: int, outer: int) -> tuple[int, ...]:

@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from autopart.passes.search.candidate import Candidate, Proposal
-from autopart.passes.search.evaluation import Search
+from autopart.passes.search.evaluation import Candidate, Proposal, Search
 from autopart.passes.search.layout import SMALL, Layout, layouts
 from autopart.passes.search.partition import INFEASIBLE, Partition, solve_partition
 from autopart.passes.search.space import SearchSpace, fastest_sums, gradient_edges, is_chain
@@ -52,7 +51,7 @@ def proposals_of(search: Search, *, ignore_memory: bool = False, worth: float = 
     """
     proposing = _Proposing(search, ignore_memory)
     proposing.try_all(deep=False, limit=math.inf)
-    limit = worth * (proposing.best_ns or max(1, proposing.least_bound(deep=True)))
+    limit = worth * (proposing.best_ns or max(1, proposing.least_deep_bound()))
     while not proposing.try_all(deep=True, limit=limit) and not proposing.best_ns:
         limit *= 2
     if limit < worth * proposing.best_ns:
@@ -94,9 +93,9 @@ class _Proposing:
         self.found: dict[tuple[int, int], list[Proposal]] = {}
         self.best_ns = 0
 
-    def least_bound(self, *, deep: bool) -> int:
-        """Return the least bound of deep layouts, or of the others; 0 when there are none."""
-        return min((task.bound for tasks in self._tasks for task in tasks if task.deep == deep), default=0)
+    def least_deep_bound(self) -> int:
+        """Return the least bound of deep layouts; 0 when there are none."""
+        return min((task.bound for tasks in self._tasks for task in tasks if task.deep), default=0)
 
     def try_all(self, *, deep: bool, limit: float) -> bool:
         """Look for partitions with a latency up to a limit; return whether none was left out because of it."""
@@ -238,26 +237,22 @@ def with_equal_stages(candidate: Candidate, space: SearchSpace, most_ns: int) ->
 
 def enumerate_all(space: SearchSpace) -> list[Candidate] | None:
     """Return every candidate that the request allows, each plan once; None if evaluating all would take long."""
-    all_layouts = list(layouts(space.costs.cluster, replicas=space.request.may_replicate, wanted=space.request.copies))
-    if _about_actions(space) * len(all_layouts) > MOST_ACTIONS * 10:
+    n, request, world = space.chain.n, space.request, space.costs.cluster.world
+    all_layouts = list(layouts(space.costs.cluster, replicas=request.may_replicate, wanted=request.copies))
+    deepest = min(n, world, request.stages or n)
+    partitions = sum(comb(n - 1, s - 1) * comb(world, s) for s in range(request.stages or 1, deepest + 1))
+    micros = sum(len(rows) for rows in request.micro_rows)
+    about = partitions * micros * len(request.schedules) * ACTIONS_PER_STAGE * len(all_layouts)
+    if about > MOST_ACTIONS * 10:
         return None
     found: dict[tuple[object, ...], Candidate] = {}
     actions = 0
     for candidate in _candidates(space, all_layouts):
         if found.setdefault(candidate.key, candidate) is candidate:
             actions += ACTIONS_PER_STAGE * candidate.stages * len(candidate.micro_rows)
-            if actions > MOST_ACTIONS or space.chain.n * len(found) > MOST_BLOCKS:
+            if actions > MOST_ACTIONS or n * len(found) > MOST_BLOCKS:
                 return None
     return list(found.values())
-
-
-def _about_actions(space: SearchSpace) -> int:
-    """Return about the actions of all candidates of one layout, without making any."""
-    n, request, world = space.chain.n, space.request, space.costs.cluster.world
-    deepest = min(n, world, request.stages or n)
-    partitions = sum(comb(n - 1, s - 1) * comb(world, s) for s in range(request.stages or 1, deepest + 1))
-    micros = sum(len(rows) for rows in request.micro_rows)
-    return partitions * micros * len(request.schedules) * ACTIONS_PER_STAGE
 
 
 def _candidates(space: SearchSpace, all_layouts: list[Layout]) -> Iterator[Candidate]:
@@ -274,7 +269,6 @@ def _candidates(space: SearchSpace, all_layouts: list[Layout]) -> Iterator[Candi
 
 
 def _all_partitions(space: SearchSpace, layout: Layout) -> Iterator[Partition]:
-    """Yield every partition for a layout that the request allows."""
     n, request = space.chain.n, space.request
     for stages in [request.stages] if request.stages else range(1, min(n, layout.depth) + 1):
         fixed = request.replicas_of(stages)

@@ -15,14 +15,16 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, pairwise, permutations, product
+from itertools import accumulate, chain, pairwise, permutations, product
 from typing import NamedTuple
 
+import numpy as np
+
 from autopart.ir.graph import Size
-from autopart.passes.search.candidate import Candidate
-from autopart.passes.search.evaluation import Evaluation, Search, fitted
-from autopart.passes.search.memory.jointly import Fitted
-from autopart.passes.search.space import SearchSpace
+from autopart.passes.graph.cuts import Ints
+from autopart.passes.search.evaluation import Candidate, Evaluation, Search, fitted
+from autopart.passes.search.recomputation import Fitted
+from autopart.passes.search.space import SearchSpace, fastest_sums
 from autopart.passes.simulation.estimate import played
 
 CHOICES = 7
@@ -32,6 +34,10 @@ ROUNDS = 4
 WAYS = 12
 """Ways to cut the stages from a place on that are kept, of those that none beats in both bound and time: a larger bound
 with less time through the stages can end in the smaller one."""
+EVEN = 8
+"""Even cuts may be off by one in so many of a device's share of the work, where fewer bytes cross."""
+MOVES = 400
+"""The most moves of a cut to level the loads of ranks."""
 
 
 def refined(search: Search, evaluation: Evaluation, effort: int) -> Evaluation:
@@ -202,7 +208,6 @@ def _undominated(found: list[Suffix]) -> list[Suffix]:
 
 
 def _joined(need: Need, rest: Suffix, first: int, micros: int) -> Suffix:
-    """Return a stage before others."""
     latency = need.work_ns + need.arriving_ns
     through = latency + rest.through_ns
     bound = max(latency + rest.bound_ns, micros * need.work_ns + need.following_ns, through)
@@ -246,3 +251,95 @@ def _arriving_ns(space: SearchSpace, found: Fitted) -> list[int]:
         back = space.costs.loads.p2p(ranks[edge.dst], ranks[edge.src]).alone_ns(sum([sizes[v] for v in edge.grads]))
         slowest[edge.dst] = max(slowest[edge.dst], there + back)
     return slowest
+
+
+# ---- even cuts -------------------------------------------------------------------------------------------------------
+# The dynamic program of `partition` has one stage for each position.  With several of them the pipeline fills evenly
+# and what counts is the work of all stages of a rank, and the longest of them.
+
+
+def with_even_cuts(candidate: Candidate, space: SearchSpace) -> Candidate | None:
+    """Return the candidate with as much work for each device, cut where few bytes cross, or None where not allowed.
+
+    The pipeline latency leaves out waiting for slow stages, which even cuts avoid.
+    """
+    widths = candidate.widths
+    if space.request.pins or len(widths) > space.chain.n:
+        return None
+    ends = even_bounds(space, max(candidate.micro_rows), widths)
+    return replace(candidate, bounds=ends) if ends is not None and space.allows(ends) else None
+
+
+def even_bounds(space: SearchSpace, rows: int, shares: Sequence[int]) -> tuple[int, ...] | None:
+    """Return the bounds of stages with work in proportion to their shares, cut where few bytes cross.
+
+    rows: of a micro-batch.  None where the blocks do not suffice.  O(stages * blocks).
+    """
+    sums, crossing = fastest_sums(space, rows), space.chain.range_costs(Size(rows)).crossing
+    whole, bounds = sum(shares), [0]
+    for done in accumulate(shares[:-1]):
+        first = bounds[-1] + 1  # the boundaries that are left
+        off = np.abs(sums[first:-1] - sums[-1] * done / whole)
+        if not len(off):
+            return None
+        near = np.flatnonzero(off <= max(off.min(), sums[-1] / whole / EVEN))
+        bounds.append(first + int(min(near, key=lambda i: (crossing[first + i], off[i]))))
+    return (*bounds, space.chain.n)
+
+
+def shortest_bounds(space: SearchSpace, rows: int, stages: int) -> tuple[int, ...] | None:
+    """Return the bounds for which the longest stage is shortest, of those that the request allows; None without any.
+
+    Of equally short ones every stage ends as late as possible.  rows: of a micro-batch.  O(stages * blocks^2) in numpy.
+    """
+    n, sums = space.chain.n, fastest_sums(space, rows)
+    work = sums[None, :] - sums[:, None]
+    far = int(sums[-1]) + 1
+    best: list[Ints] = [np.full(n + 1, far, dtype=np.int64)]
+    best[0][n] = 0
+    for k in range(1, stages + 1):  # the last k stages, from block a on
+        allowed = np.where(space.legal_at(stages - k), work, far)
+        best.append(np.maximum(allowed, best[-1][None, :]).min(axis=1))
+    if best[stages][0] >= far:
+        return None
+    bounds, limit = [0], int(best[stages][0])
+    for stage in range(stages):
+        legal, rest, a = space.legal_at(stage)[bounds[-1]], best[stages - stage - 1], bounds[-1]
+        bounds.append(int(np.flatnonzero(legal & (work[a] <= limit) & (rest <= limit)).max()))
+    return tuple(bounds)
+
+
+def levelled(space: SearchSpace, rows: int, bounds: tuple[int, ...], homes: Sequence[int]) -> tuple[int, ...]:
+    """Return bounds with cuts moved by a block as long as the loads of ranks get more even (the sum of their squares).
+
+    homes: position of each stage.  O(moves * stages).
+    """
+    sums = fastest_sums(space, rows).tolist()
+    cuts, loads = list(bounds), [0] * (max(homes) + 1)
+    for home, (a, b) in zip(homes, pairwise(cuts), strict=True):
+        loads[home] += sums[b] - sums[a]
+    for _ in range(MOVES):
+        gain, place, moved = min(_moves(space, cuts, sums, loads, homes), default=(0, 0, 0))
+        if gain >= 0:
+            break
+        taken = sums[moved] - sums[cuts[place]]
+        loads[homes[place - 1]] += taken
+        loads[homes[place]] -= taken
+        cuts[place] = moved
+    return tuple(cuts)
+
+
+def _moves(
+    space: SearchSpace, cuts: Sequence[int], sums: Sequence[int], loads: Sequence[int], homes: Sequence[int]
+) -> Iterator[tuple[int, int, int]]:
+    """Yield (change of the sum of squared loads, place of a cut, block that it moves to) of each move."""
+    for place in range(1, len(cuts) - 1):
+        giver, taker, here = homes[place], homes[place - 1], cuts[place]
+        for moved in (here + 1, here - 1):
+            if giver == taker or not cuts[place - 1] < moved < cuts[place + 1]:
+                continue
+            taken = sums[moved] - sums[here]
+            change = 2 * taken * (loads[taker] - loads[giver] + taken)
+            before, after = space.legal_at(place - 1), space.legal_at(place)
+            if change < 0 and before[cuts[place - 1], moved] and after[moved, cuts[place + 1]]:
+                yield change, place, moved

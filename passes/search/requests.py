@@ -7,7 +7,7 @@ from autopart.ir.cluster import check as check_cluster
 from autopart.ir.errors import UsageError
 from autopart.passes.program.named import FAMILY, SEARCHED
 from autopart.passes.program.orders import ONE
-from autopart.passes.program.schedules import find, takes_slices
+from autopart.passes.program.schedules import find
 from autopart.passes.search.space import ORDERS, PlanRequest, is_other
 from autopart.passes.search.variants.orders import ways
 
@@ -44,18 +44,13 @@ def check_request(request: PlanRequest, cluster: Cluster) -> None:
     _check_order(request)
     per_rank = request.stages_per_rank if isinstance(request.stages_per_rank, int) else 1
     count = -(-(request.stages or 1) // per_rank)
-    if count > cluster.world and per_rank > 1:
+    if count > cluster.world:
+        each = f", {per_rank} on each rank," if per_rank > 1 else ""
         raise UsageError(
-            f"{request.stages} stages, {per_rank} on each rank, need {count} devices, but the cluster has "
-            f"{cluster.world}",
+            f"{request.stages} stages{each} need {count} devices, but the cluster has {cluster.world}",
             fix=f"use at most {cluster.world * per_rank} stages or name a larger cluster",
         )
-    if count > cluster.world:
-        raise UsageError(
-            f"{count} stages need {count} devices, but the cluster has {cluster.world}",
-            fix=f"use at most {cluster.world} stages or name a larger cluster",
-        )
-    _check_fixed(request, cluster)
+    _check_fixed(request, cluster, count, per_rank)
 
 
 def _check_order(request: PlanRequest) -> None:
@@ -95,8 +90,8 @@ def _check_order(request: PlanRequest) -> None:
         )
 
 
-def _check_fixed(request: PlanRequest, cluster: Cluster) -> None:
-    """Check replicas and pins against the number of stages."""
+def _check_fixed(request: PlanRequest, cluster: Cluster, positions: int, per_rank: int) -> None:
+    """Check replicas and pins against the number of stages, several (per_rank) of which stand on a position."""
     fixed = request.replicas if isinstance(request.replicas, tuple) else None
     if fixed is not None and request.stages is not None and len(fixed) != request.stages:
         raise UsageError(
@@ -110,8 +105,6 @@ def _check_fixed(request: PlanRequest, cluster: Cluster) -> None:
             f"{needed} replicas need {needed} devices, but the cluster has {cluster.world}",
             fix=f"use at most {cluster.world} replicas in all, or name a larger cluster",
         )
-    per_rank = request.stages_per_rank if isinstance(request.stages_per_rank, int) else 1
-    positions = -(-(request.stages or 1) // per_rank)
     if each * positions > cluster.world:
         raise UsageError(
             f"{request.stages} stages of {each} replicas need {each * positions} devices, but the cluster "
@@ -126,14 +119,14 @@ def _check_fixed(request: PlanRequest, cluster: Cluster) -> None:
             fix="use zero=0 or another schedule",
         )
     names = (request.schedule,) if is_other(request.schedule) else request.schedules
-    if request.fixed_slices and not any(takes_slices(find(name)) and name != SEARCHED for name in names):
+    if request.fixed_slices and not any(find(name).sliced and name != SEARCHED for name in names):
         raise UsageError(
             f"schedule {request.schedule!r} has no order over slices of sequences",
             fix=f"use one of {', '.join(FAMILY)}, or token_slices=None",
         )
+    last = (request.stages or cluster.world * per_rank) - 1
     for path, stage in request.pins.items():
-        if not 0 <= stage < (request.stages or cluster.world * per_rank):
-            last = (request.stages or cluster.world * per_rank) - 1
+        if not 0 <= stage <= last:
             raise UsageError(
                 f"{path} is pinned to stage {stage}, which does not exist",
                 fix=f"stages are numbered from 0: pin it to one of 0 to {last}" if last else "pin it to stage 0",

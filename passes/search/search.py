@@ -12,16 +12,15 @@ Every limit is a count, never a clock: the same request gives the same plan ever
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from autopart.passes.search.candidate import Candidate, Proposal
-from autopart.passes.search.evaluation import Evaluation, Search
+from autopart.passes.search.evaluation import Candidate, Evaluation, Proposal, Search
 from autopart.passes.search.layout import layouts
 from autopart.passes.search.proposals import HOPELESS, enumerate_all, with_equal_stages
-from autopart.passes.search.refinement import actions_of, balanced, finer, refined
+from autopart.passes.search.refinement import actions_of, balanced, finer, refined, with_even_cuts
 from autopart.passes.search.space import SearchSpace
-from autopart.passes.search.variants.even_cuts import even_bounds
 
 PROMISING = 12
 """Proposals that are evaluated, besides the best one of each number of pipelines."""
@@ -33,8 +32,6 @@ REFINED = 3
 """Evaluated candidates that are refined, which share the effort."""
 HOPEFUL, CLOSE = 1.04, 1.005
 """How far above the best a candidate may be to be refined, and to be refined once more over finer blocks."""
-FAR_FEWER = 0.75
-"""The most stages, as a part of the preferred plan's, of a candidate that is refined to become the preferred one."""
 FEW = 4
 """Micro-batches per stage up to which equal stages are tried too, since the pipeline latency misjudges them."""
 EFFORT = 250_000
@@ -142,54 +139,23 @@ def _variants(space: SearchSpace, candidate: Candidate) -> Iterator[Candidate]:
                 yield replace(candidate, first=first, layout=layout, schedule=schedule)
 
 
-def with_even_cuts(candidate: Candidate, space: SearchSpace) -> Candidate | None:
-    """Return the candidate with as much work for each device, cut where few bytes cross, or None where not allowed.
-
-    The pipeline latency leaves out waiting for slow stages, which even cuts avoid.
-    """
-    widths = candidate.widths
-    if space.request.pins or len(widths) > space.chain.n:
-        return None
-    ends = even_bounds(space, max(candidate.micro_rows), widths)
-    return replace(candidate, bounds=ends) if ends is not None and space.allows(ends) else None
-
-
 # ---- refinement ----------------------------------------------------------------------------------------------------
 
 
 def refine_best(search: Search, effort: int) -> None:
-    """Refine the fastest, and those that may be preferred to them (`Candidate.preference`), best first."""
-    effort //= REFINED  # each
-    done = set()
+    """Refine the fastest, and those that come close to the best, or the preferred one, once more over finer blocks."""
+    fine, effort = search.fine, effort // REFINED  # each
     for evaluation in search.finalists(REFINED):
-        done.add(evaluation.stages)
         if not search.fitting or evaluation.step_ns <= HOPEFUL * search.best_ns:
-            _refine(search, evaluation, effort)
+            near = _refined_over_its_blocks(search, evaluation, effort)
+            preferred = min([e.preference for e in search.fitting.values()], default=math.inf)
+            is_close = near.step_ns <= CLOSE * search.best_ns or near.preference <= CLOSE * preferred
+            if near.space.chain.n < fine.chain.n and (not search.fitting or is_close):
+                _refined_over_its_blocks(search, search.evaluate(fine, finer(near, fine)), effort)
         search.tell("refine")
-    for evaluation in search.preferred[:REFINED]:
-        preferred = search.preferred[0]
-        is_near = evaluation.preference <= HOPEFUL * preferred.preference
-        is_apart = evaluation.stages <= FAR_FEWER * preferred.stages
-        if evaluation.stages not in done and (evaluation is preferred or (is_near and is_apart)):
-            done.add(evaluation.stages)
-            _refine(search, evaluation, effort)
-            search.tell("refine")
-
-
-def _refine(search: Search, evaluation: Evaluation, effort: int) -> None:
-    """Refine one, and if it comes close to the best, once more over finer blocks."""
-    near, fine = _refined_over_its_blocks(search, evaluation, effort), search.fine
-    if near.space.chain.n < fine.chain.n and (not search.fitting or _is_close(search, near)):
-        _refined_over_its_blocks(search, search.evaluate(fine, finer(near, fine)), effort)
 
 
 def _refined_over_its_blocks(search: Search, evaluation: Evaluation, effort: int) -> Evaluation:
     """Refine the candidate; first all cuts at once, where programs are too long to move them one by one."""
     is_long = effort // actions_of(evaluation.candidate) < 2 * evaluation.stages
     return refined(search, balanced(search, evaluation) if is_long else evaluation, effort)
-
-
-def _is_close(search: Search, evaluation: Evaluation) -> bool:
-    """Return whether finer blocks may make it the fastest, or the preferred one."""
-    preferred = CLOSE * search.preferred[0].preference
-    return evaluation.step_ns <= CLOSE * search.best_ns or evaluation.preference <= preferred

@@ -23,7 +23,8 @@ from autopart.ir.graph import Graph, Size
 from autopart.ir.program import BUCKET_BYTES
 from autopart.ir.shares import Policy
 from autopart.passes.graph.chain import BlockChain
-from autopart.passes.graph.cuts import Ints, module_span
+from autopart.passes.graph.coarsen import coarsen
+from autopart.passes.graph.cuts import Ints, forced_bounds, module_span
 from autopart.passes.ops.cost_model import FIELDS
 from autopart.passes.ops.weight_parts import summed_bytes
 from autopart.passes.program.named import FAMILY, SEARCHED, STASHED
@@ -197,6 +198,12 @@ class SearchSpace:
     )
     finer: dict[int, SearchSpace] = field(default_factory=dict, init=False, compare=False)
 
+    def over(self, blocks: Graph) -> SearchSpace:
+        """Return the space of other blocks of the same graph."""
+        chain = BlockChain(blocks, self.chain.captured, self.chain.cost_model)
+        forced = forced_bounds(blocks, self.fine, self.request.cuts)
+        return replace(self, chain=chain, costs=self.costs.over(chain), forced=forced)
+
     def with_one_per_rank(self) -> SearchSpace:
         """Return the space of the plans that other orders are tried on: one stage a rank, cut wherever that is best."""
         request = self.request.with_one_per_rank()
@@ -311,6 +318,12 @@ class SearchSpace:
         """Return whether the request allows stages with these bounds."""
         ranges = list(pairwise(bounds))
         return all(0 <= a < b for a, b in ranges) and all(self.legal_at(s)[a, b] for s, (a, b) in enumerate(ranges))
+
+
+def blocks_of(fine: Graph, request: PlanRequest, most: int) -> Graph:
+    """Return the graph of about this many blocks, which end where the modules end that the request keeps together."""
+    ends = {place for paths in request.keep_together() for place in module_span(fine, paths)} - {len(fine.ops)}
+    return coarsen(fine, blocks=most, cuts=request.cuts, also=tuple(sorted(ends)))
 
 
 def block_span(blocks: Graph, fine: Graph, paths: tuple[str, ...]) -> tuple[int, int]:

@@ -72,8 +72,8 @@ class StageContext:
     versions: copies of its weights.  in_bytes, out_bytes: received and sent in the forward of a whole micro-batch.
     back_bytes: of gradients, received and sent.  zero: whether replicas share the optimizer state.  held: with slices
     of tokens, (tokens in flight at most, tokens of a micro-batch).  counts: where a backward has two parts or a rank
-    several stages, what the stage holds at its fullest times (`held.of_stage`), in micro-batches or tokens.  peers:
-    ranks that one of its ranks exchanges messages with, at most.
+    several stages, what the stage holds at its fullest times (`stage_costs.of_stage`), in micro-batches or tokens.
+    peers: ranks that one of its ranks exchanges messages with, at most.
     """
 
     stage: Stage
@@ -327,7 +327,7 @@ def at_once(share: Share) -> Amounts:
     """Charge everything that is allocated at the fullest time of a step, when most is held for backwards.
 
     Where the backward has two parts that is the most of what F and what I leave together, at any time of the order
-    (`held`).  Ranks with several stages: `rank_memory`.
+    (`stage_costs.counts_in`).  Ranks with several stages: `estimate.excess_of`.
     """
     sums = share.sums
     standing = sums["param_bytes"] + sums["state_bytes"] + sums["workspace_bytes"] + sums["buffer_bytes"]

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autopart.ir.actions import BACKWARD, FORWARD
 from autopart.ir.graph import Size
-from autopart.ir.plan import Decision, Estimate, Outlook, Stage
+from autopart.ir.plan import Decision, Estimate, Outlook
 from autopart.ir.program import Edge, Program
 from autopart.ir.timeline import Timeline
 from autopart.passes.program.orders import Shape
@@ -15,10 +14,17 @@ from autopart.passes.program.routing import Tied
 from autopart.passes.program.schedules import find, pattern, streams
 from autopart.passes.program.stream import streaming_of
 from autopart.passes.simulation.charges import summing_ns
-from autopart.passes.simulation.rank_memory import rank_peaks, stages_together
-from autopart.passes.simulation.simulate import Message, SliceWork, Work, ordered_ns, simulate, step_ns
+from autopart.passes.simulation.simulate import SliceWork, Work, ordered_ns, simulate, step_ns
 from autopart.passes.simulation.slices import contexts_of, share_of
-from autopart.passes.simulation.stage_costs import Estimator, counts_for, excess_bytes, message_bytes, stage_contexts
+from autopart.passes.simulation.stage_costs import (
+    Estimator,
+    alike,
+    counts_for,
+    message_bytes,
+    most_bytes,
+    own_bytes,
+    stage_contexts,
+)
 
 Estimates = tuple[Estimate, ...]
 """The estimate of each stage, in order."""
@@ -108,19 +114,33 @@ def excess_of(
 ) -> list[int]:
     """Return the bytes that each stage needs beyond the memory of its devices; negative where it fits.
 
-    With several stages a rank it is the need of all stages of its rank.  spare_bytes: of each stage, memory to leave
-    free on its devices.  O(uses).
+    With several stages a rank it is the need of all stages of its rank: the weights, gradients, optimizer state,
+    messages and inputs of each, the most that they hold together for their backwards, at any time of the order, and the
+    largest workspace of one of them.  Assumed, and wrong where: a parameter that two stages of a rank share counts for
+    both; the room that activations leave for half-precision gradients at the end of a step is found for each stage
+    alone, so that less of it is used.  spare_bytes: of each stage, memory to leave free on its devices.  O(uses).
     """
-    contexts = stage_contexts(decision, links, estimator)
+    contexts, shape = stage_contexts(decision, links, estimator), Shape.of(decision)
     spare = spare_bytes or (0,) * len(contexts)
-    found = [excess_bytes(context, estimator, free) for context, free in zip(contexts, spare, strict=True)]
-    counts = counts_for(decision) if len(stages_together(decision)) < len(contexts) else None
-    if counts is not None:
-        estimates = [estimator.stage(context) for context in contexts]
-        for stages, peak_bytes in rank_peaks(decision, contexts, estimates, counts).items():
-            limit = estimator.cluster.least_memory_bytes(decision.stages[stages[0]].ranks)
-            for s in stages:
-                found[s] = peak_bytes + sum([spare[other] for other in stages]) - limit
+    found = []
+    for context, free in zip(contexts, spare, strict=True):
+        excess = []
+        for ranks in (groups := alike(context.stage)):
+            need = estimator.stage_on(context, ranks) if len(groups) > 1 else estimator.stage(context)
+            excess.append(need.peak_bytes - estimator.cluster.least_memory_bytes(ranks))
+        found.append(max(excess) + free)
+    counts = counts_for(decision) if shape.homes else None
+    if counts is None:
+        return found
+    for own in [stages for stages in shape.workers if len(stages) > 1]:
+        estimates = [estimator.stage(contexts[s]) for s in own]
+        sizes = [e.activation_bytes for e in estimates], [e.weight_bytes for e in estimates]
+        held = most_bytes(counts[own], *sizes, sum(decision.token_slices) or 1)
+        static = sum([own_bytes(contexts[s], e) for s, e in zip(own, estimates, strict=True)])
+        peak_bytes = static + held + max(e.workspace_bytes for e in estimates)
+        limit = estimator.cluster.least_memory_bytes(decision.stages[own[0]].ranks)
+        for s in own:
+            found[s] = peak_bytes + sum([spare[other] for other in own]) - limit
     return found
 
 
@@ -139,7 +159,7 @@ def work_of(
     return Work(
         fwd_ns=tuple(e.fwd_ns for e in estimates),
         bwd_ns=tuple(e.bwd_ns for e in estimates),
-        held_bytes=tuple(_held(stage, e.activation_bytes) for stage, e in zip(stages, estimates, strict=True)),
+        held_bytes=tuple(0 if s.forward_only else e.activation_bytes for s, e in zip(stages, estimates, strict=True)),
         messages={
             (src, dst, way): (size, loads.between(stages[src], stages[dst]))
             for (src, dst, way), size in message_bytes(links, index.values).items()
@@ -164,11 +184,6 @@ def work_of(
     )
 
 
-def _held(stage: Stage, activation_bytes: int) -> int:
-    """Return what a stage holds of a micro-batch until its backward: nothing if it has none."""
-    return 0 if stage.forward_only else activation_bytes
-
-
 def _slice_works(
     decision: Decision, estimates: Estimates, links: tuple[Edge, ...], estimator: Estimator
 ) -> tuple[SliceWork, ...]:
@@ -181,33 +196,16 @@ def _slice_works(
         for total, backward in ((known.fwd_ns, False), (known.bwd_ns, True)):
             taken = estimator.slices.stage_ns(ops, total, lengths, contexts, backward=backward)
             times[backward].append(taken.astype(int).tolist())
-    return tuple(
-        SliceWork(
-            tuple(own[j] for own in times[False]),
-            tuple(own[j] for own in times[True]),
-            tuple(
-                _held(stage, share_of(known.activation_bytes, length, tokens))
-                for stage, known in zip(decision.stages, estimates, strict=True)
-            ),
-            _slice_sizes(links, index.values, j, length, tokens),
-            tuple(
-                min(own[j], share_of(known.weight_ns, length, tokens))
-                for own, known in zip(times[True], estimates, strict=True)
-            ),
-            tuple(share_of(known.weight_bytes, length, tokens) for known in estimates),
-        )
-        for j, length in enumerate(lengths)
-    )
 
+    def shares(amounts: Sequence[int], length: int) -> tuple[int, ...]:
+        return tuple([share_of(amount, length, tokens) for amount in amounts])
 
-def _slice_sizes(
-    links: tuple[Edge, ...], sizes: dict[str, int], j: int, length: int, tokens: int
-) -> dict[Message, int]:
-    """Return the bytes of the messages of slice j.  sizes: of values for whole sequences."""
-
-    def of(edge: Edge, way: str) -> int:
-        whole = set(edge.whole)
-        return sum([sizes[v] if v in whole else share_of(sizes[v], length, tokens) for v in edge.names(way, j)])
-
-    found = {(e.src, e.dst, FORWARD): of(e, FORWARD) for e in links}
-    return found | {(e.dst, e.src, BACKWARD): of(e, BACKWARD) for e in links if e.grads}
+    held = [0 if s.forward_only else e.activation_bytes for s, e in zip(decision.stages, estimates, strict=True)]
+    works = []
+    for j, length in enumerate(lengths):
+        fwd_ns, bwd_ns = (tuple([own[j] for own in each]) for each in times)
+        sizes = message_bytes(links, index.values, j, length, tokens)
+        weight_ns = tuple(map(min, bwd_ns, shares([e.weight_ns for e in estimates], length)))
+        kept = shares([e.weight_bytes for e in estimates], length)
+        works.append(SliceWork(fwd_ns, bwd_ns, shares(held, length), sizes, weight_ns, kept))
+    return tuple(works)

@@ -186,21 +186,10 @@ def _most_held(actions: Sequence[Action], work: Work) -> int:
         if kind.role == COMPUTE:
             part = work.slices[action.slot.slice] if work.slices else work
             begun, waiting = HOLDING[action.kind]
-            held += begun * part.held_bytes[action.stage] + waiting * _of(part.weight_bytes, action.stage)
+            kept = part.weight_bytes[action.stage] if part.weight_bytes else 0
+            held += begun * part.held_bytes[action.stage] + waiting * kept
             most = max(most, held)
     return most
-
-
-def _of(amounts: Sequence[int], stage: int) -> int:
-    return amounts[stage] if amounts else 0
-
-
-def _compute_ns(work: Work | SliceWork, host_ns: int) -> dict[str, Sequence[int]]:
-    """Return by kind of compute its nanoseconds on each stage.  host_ns: of the host, on each compute."""
-    weights = work.weight_ns or (0,) * len(work.bwd_ns)
-    inputs = tuple(whole - own for whole, own in zip(work.bwd_ns, weights, strict=True))
-    found: dict[str, Sequence[int]] = {"F": work.fwd_ns, "B": work.bwd_ns, "I": inputs, "W": weights}
-    return {kind: [own + host_ns for own in each] for kind, each in found.items()} if host_ns else found
 
 
 class _StepCode:
@@ -231,7 +220,12 @@ class _StepCode:
                 meeting.summing_ns = summing_ns[stage] + work.host.sum_ns * -(-size // work.bucket_bytes)
             self.meetings.append(meeting)
         self._channels: dict[tuple[int, int, Hashable], int] = {}
-        self._times = [_compute_ns(part, work.host.compute_ns) for part in work.slices or (work,)]
+        self._times: list[dict[str, list[int]]] = []  # of the computes of each slice, by kind and stage
+        for part in work.slices or (work,):
+            weights = part.weight_ns or (0,) * len(part.bwd_ns)
+            inputs = [whole - own for whole, own in zip(part.bwd_ns, weights, strict=True)]
+            kinds = {"F": part.fwd_ns, "B": part.bwd_ns, "I": inputs, "W": weights}
+            self._times.append({kind: [own + work.host.compute_ns for own in each] for kind, each in kinds.items()})
 
     def step(self, action: Action, *, leads: bool) -> WorkerStep:
         """Return the step of an action.  leads: as for `local`."""

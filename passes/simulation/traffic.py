@@ -39,7 +39,7 @@ class PortLoad:
     def busy_ns(self, size_bytes: int) -> tuple[int, ...]:
         """Return the nanoseconds that size_bytes keep each port busy."""
         kinds = list(zip(self.shares, self.rates, strict=True))  # few are different
-        taken = {(share, rate): _ns(size_bytes * share, rate) for share, rate in set(kinds)}
+        taken = {(share, rate): int(-(-(size_bytes * share) * 10**9 // rate)) for share, rate in set(kinds)}
         return tuple([taken[kind] for kind in kinds])
 
     def alone_ns(self, size_bytes: int) -> int:
@@ -53,10 +53,6 @@ class PortLoad:
         """Return (latency in ns, ns per byte of the slowest port); (0, 0) without ports."""
         slowest = max((share * 1e9 / rate for share, rate in zip(self.shares, self.rates, strict=True)), default=0.0)
         return self.latency_ns, slowest
-
-
-def _ns(size_bytes: float, rate: int) -> int:
-    return int(-(-size_bytes * 1_000_000_000 // rate))
 
 
 def p2p_load(

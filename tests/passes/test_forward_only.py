@@ -22,10 +22,9 @@ from autopart.ir.errors import PlanError, ProgramError
 from autopart.ir.graph import Graph
 from autopart.ir.program import MESSAGES_AHEAD
 from autopart.passes.ordering.pipeline import Pipeline
-from autopart.passes.program.learning import unsummed_stages, with_forward_only
 from autopart.passes.program.messages import check_messages
 from autopart.passes.program.orders import LOOP, V, placed
-from autopart.passes.program.routing import route
+from autopart.passes.program.routing import route, unsummed_stages, with_forward_only
 from autopart.passes.program.verify import check_program
 from autopart.passes.proof.lower_bound import lower_bound
 from autopart.passes.search.evaluation import evaluate

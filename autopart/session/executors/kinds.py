@@ -10,8 +10,8 @@ from autopart.capture import Captured
 from autopart.capture.recent import Recent
 from autopart.ir.graph import Graph, Size
 from autopart.ir.plan import Decision
-from autopart.passes.program.learning import with_forward_only
 from autopart.passes.program.projection import check_gradients_stay, project_plan
+from autopart.passes.program.routing import with_forward_only
 from autopart.planning.derive.reduction import WHOLE, BatchRule
 from autopart.runtime.activity import patient
 from autopart.session.executors.evaluation import evaluated_rows, evaluation_decision, evaluation_rule

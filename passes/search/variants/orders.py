@@ -2,8 +2,13 @@
 
 The dynamic programs of the search stand for 1F1B's family.  What another order gains depends on the bubble that is left
 and on memory, not on where exactly the cuts are, so the best plans of different shapes are tried under every other
-schedule (`Way`), those with several stages a rank with cuts made again (`even_cuts`), and each is simulated within
+schedule (`Way`), those with several stages a rank with cuts made again (`levelled`), and each is simulated within
 memory like every candidate.  The searched order, which takes longest to find, is tried last and for the few best.
+
+Memory that activations do not take delays W, and W fills the bubble; recomputation makes room at a price.  So a plan
+whose order is searched (`passes.ordering`) is tried with as much recomputed as if its ranks held several numbers of
+micro-batches (`HELD`), with backwards split on all stages or on the later ones alone, whose ranks have memory left
+under 1F1B.  Each gets one order, found on a shorter step where that is long; the best get an order of the whole step.
 
 Where the planner may choose, an order has to save enough to be worth it (`Candidate.preference`).
 """
@@ -11,25 +16,29 @@ Where the planner may choose, an order has to save enough to be worth it (`Candi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
 from autopart.ir.cluster import DEVICE_KINDS
-from autopart.passes.graph.chain import BlockChain
-from autopart.passes.graph.coarsen import coarsen
-from autopart.passes.graph.cuts import forced_bounds, module_span
+from autopart.ir.decision import Decision
+from autopart.ir.plan import Estimate
+from autopart.ir.program import Edge
+from autopart.passes.ordering.lists import RULES, listed
+from autopart.passes.ordering.pipeline import Pipeline, bound_ns, replay
+from autopart.passes.ordering.searched import search_order
 from autopart.passes.program.named import SEARCHED
-from autopart.passes.program.orders import LOOP, ONE, V, placed
-from autopart.passes.program.schedules import find, takes_slices
-from autopart.passes.search.candidate import Candidate
-from autopart.passes.search.evaluation import Evaluation, Search
-from autopart.passes.search.refinement import actions_of
-from autopart.passes.search.search import with_even_cuts
-from autopart.passes.search.space import ORDERS, PER_RANK, PlanRequest, SearchSpace, is_other
-from autopart.passes.search.variants.even_cuts import even_bounds, levelled, shortest_bounds
-from autopart.passes.search.variants.searched import Ordered, listed_ways, with_order
+from autopart.passes.program.orders import LOOP, ONE, Shape, V, placed
+from autopart.passes.program.routing import Tied, edges, tied
+from autopart.passes.program.schedules import find
+from autopart.passes.search.evaluation import Candidate, Evaluation, Search, staged
+from autopart.passes.search.recomputation import Choice, recomputed_jointly
+from autopart.passes.search.refinement import actions_of, even_bounds, levelled, shortest_bounds, with_even_cuts
+from autopart.passes.search.space import ORDERS, PER_RANK, PlanRequest, SearchSpace, blocks_of, is_other
+from autopart.passes.simulation.estimate import work_of
+from autopart.passes.simulation.simulate import Work
+from autopart.passes.simulation.stage_costs import own_bytes, stage_contexts
 
 SHAPES = 4
 """Plans of different shapes that are tried under other orders."""
@@ -44,6 +53,13 @@ PER_STAGE, MOST_BLOCKS = 8, 1024
 differ by more than the bubble that is saved (GPT-3 on 48 ranks with 4 blocks a stage: by 15 %)."""
 LITTLE = 0.03
 """A plan of which less is idle is not tried under other orders, where the planner may choose."""
+
+HELD = (1.0, 0.6, 0.35)
+"""Micro-batches that a rank holds, as parts of what it holds under 1F1B, for which recomputation is chosen."""
+SPLIT_FROM = (0.0, 0.5, 0.75)
+"""The first stage whose backward is split, as a part of all."""
+FILLED = 2
+"""Micro-batches per position of the shorter step on which plans are compared."""
 
 
 class Way(NamedTuple):
@@ -63,15 +79,10 @@ def ways(request: PlanRequest) -> list[Way]:
     numbers, found = request.numbers_per_rank, []
     for name in names:
         for placement in (ONE, V, LOOP) if name == SEARCHED else (find(name).placement,):
-            found += [Way(name, number, placement) for number in numbers if _supports(name, number, placement)]
+            for number in numbers:
+                if number == 2 if name == "zb-v" else (number == 1) == (placement == ONE):
+                    found.append(Way(name, number, placement))
     return found
-
-
-def _supports(name: str, per_rank: int, placement: str) -> bool:
-    """Return whether a schedule has an order for this number of stages a rank."""
-    if name == "zb-v":
-        return per_rank == 2
-    return (per_rank == 1) == (placement == ONE)
 
 
 def _trials(search: Search) -> Iterator[tuple[Way, Evaluation, SearchSpace]]:
@@ -105,7 +116,7 @@ def evaluate_named(search: Search, effort: int) -> None:
             continue
         for candidate in _under(way, found, fine):
             effort -= actions
-            search.evaluate(_space_of(candidate, found, fine), candidate)
+            search.evaluate(fine if candidate.per_rank > 1 else found.space, candidate)
         search.tell("other orders")
 
 
@@ -126,7 +137,7 @@ def evaluate_searched(search: Search, effort: int) -> None:
             continue
         for candidate in _under(way, found, fine):
             effort, tried = effort - computes, True
-            space = _space_of(candidate, found, fine)
+            space = fine if candidate.per_rank > 1 else found.space
             known = listed_ways(space, candidate, found.decision.zero, _to_beat(search, fine, candidate))
             ways_found += [(space, candidate, each) for each in known]
         search.tell("listed orders")
@@ -159,17 +170,12 @@ def _promising(allowed: list[Way], found: Evaluation, search: Search, fine: Sear
             yield way
 
 
-def _space_of(candidate: Candidate, found: Evaluation, fine: SearchSpace) -> SearchSpace:
-    """Return the space whose blocks a candidate cuts."""
-    return fine if candidate.per_rank > 1 else found.space
-
-
 def _under(way: Way, found: Evaluation, fine: SearchSpace) -> Iterator[Candidate]:
     """Yield the plan under another order, also with even cuts: its own may suit the waits of 1F1B alone; with several
     stages a rank once for each kind of cuts."""
     plan = found.candidate
     slices = plan.token_slices or fine.request.fixed_slices
-    if slices and (way.schedule == SEARCHED or not takes_slices(find(way.schedule))):
+    if slices and (way.schedule == SEARCHED or not find(way.schedule).sliced):
         return
     plan = _placed(way, found)
     if way.per_rank == 1:
@@ -195,10 +201,97 @@ def _finer(space: SearchSpace, blocks: int) -> SearchSpace:
         return space
     if blocks in space.finer:
         return space.finer[blocks]
-    request, fine = space.request, space.fine
-    ends = {place for group in request.keep_together() for place in module_span(fine, group)} - {len(fine.ops)}
-    many = coarsen(fine, blocks=blocks, cuts=request.cuts, also=tuple(sorted(ends)))
-    chain = BlockChain(many, space.chain.captured, space.chain.cost_model)
-    forced = forced_bounds(many, fine, request.cuts)
-    space.finer[blocks] = replace(space, chain=chain, costs=space.costs.over(chain), forced=forced)
+    space.finer[blocks] = space.over(blocks_of(space.fine, space.request, blocks))
     return space.finer[blocks]
+
+
+# ---- searched orders -------------------------------------------------------------------------------------------------
+
+
+class Ordered(NamedTuple):
+    """A way to run a plan: about the nanoseconds of its step, and what its order is searched for."""
+
+    step_ns: int
+    decision: Decision
+    links: tuple[Edge, ...]
+    tied: Tied
+    work: Work
+    room_bytes: tuple[int, ...]
+
+
+def with_order(space: SearchSpace, plan: Candidate, way: Ordered, effort: int) -> Candidate:
+    """Return the plan with an order for one of its ways, and with what is recomputed there.
+
+    effort: computes that may be replayed to improve the order.
+    """
+    shape, ranks = replace(Shape.of(way.decision), order=()), [stage.ranks for stage in way.decision.stages]
+    order = search_order(shape, way.links, way.tied, ranks, way.work, room_bytes=way.room_bytes, effort=effort).order
+    return replace(plan, order=order, recompute=tuple([stage.recompute for stage in way.decision.stages]))
+
+
+def listed_ways(space: SearchSpace, plan: Candidate, zero: int, below_ns: float = math.inf) -> list[Ordered]:
+    """Return the ways to run a plan for which an order was found, the fastest first.
+
+    zero: whether replicas share the optimizer state.  below_ns: ways of which no order takes less are left out.
+    """
+    decision, ways_found = staged(space, plan, zero), list[Ordered]()
+    links = edges(decision, space.chain.blocks)
+    shared = tied(decision, space.chain.blocks) if space.may_be_tied else ()
+    shape = replace(Shape.of(decision), order=())
+    positions, micros = len(shape.workers), shape.micros
+    short = min(micros, FILLED * positions)
+    done: set[object] = set()
+    for part in HELD:
+        depth = [positions if shape.homes else positions - s for s in range(shape.stages)]
+        fit = _fitted(space, decision, links, [min(micros, max(1, round(part * held))) for held in depth])
+        if fit is None or fit in done:
+            continue
+        done.add(fit)
+        recomputed, estimates, rooms = fit
+        work = work_of(recomputed, estimates, links, shared, space.costs)
+        busiest = max(sum(estimates[s].fwd_ns + estimates[s].bwd_ns for s in own) for own in shape.workers)
+        for first in SPLIT_FROM if not shape.homes else SPLIT_FROM[:1]:
+            late = int(first * shape.stages)
+            weight_ns = tuple([ns if s >= late else 0 for s, ns in enumerate(work.weight_ns)])
+            own = replace(work, weight_ns=weight_ns)
+            whole = Pipeline.of(shape, links, own, rooms)
+            if bound_ns(whole) >= below_ns:
+                continue
+            pipeline = replace(whole, micros=short)
+            orders = listed(pipeline, RULES[0])
+            played = replay(pipeline, orders) if orders is not None else None
+            if played is not None:
+                step_ns = played.step_ns + (micros - short) * busiest
+                ways_found.append(Ordered(step_ns, recomputed, links, shared, own, rooms))
+    return sorted(ways_found, key=lambda way: way.step_ns)
+
+
+def _fitted(
+    space: SearchSpace, decision: Decision, links: tuple[Edge, ...], held: Sequence[int]
+) -> tuple[Decision, tuple[Estimate, ...], tuple[int, ...]] | None:
+    """Return the decision, with recomputation for this number of micro-batches in flight, its estimates and the bytes
+    that each worker has left for activations; None if it does not fit."""
+    estimator, decision = space.costs, replace(decision, schedule="gpipe")
+    known = stage_contexts(decision, links, estimator)
+    contexts = [replace(context, live=live, counts=()) for context, live in zip(known, held, strict=True)]
+    stages, rooms = [context.stage for context in contexts], []
+    estimates = [estimator.stage(context) for context in contexts]
+    for own in Shape.of(decision).workers:
+        limit = estimator.cluster.least_memory_bytes(decision.stages[own[0]].ranks)
+        limit -= sum([own_bytes(contexts[s], estimates[s]) for s in own])
+        live = [held[s] for s in own]
+
+        def left(choices: list[Choice], limit: int = limit) -> int:
+            return limit - max([choice.estimate.workspace_bytes for choice in choices])
+
+        def fits(choices: list[Choice], live: Sequence[int] = live, limit: int = limit) -> bool:
+            sizes = [choice.estimate.activation_bytes for choice in choices]
+            return sum([count * size for count, size in zip(live, sizes, strict=True)]) <= left(choices, limit)
+
+        found = recomputed_jointly(space, [contexts[s] for s in own], fits)
+        if not fits(found) or left(found, limit) <= 0:
+            return None
+        rooms.append(left(found, limit))
+        for s, choice in zip(own, found, strict=True):
+            stages[s], estimates[s] = choice.stage, choice.estimate
+    return replace(decision, stages=tuple(stages)), tuple(estimates), tuple(rooms)

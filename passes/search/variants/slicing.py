@@ -17,11 +17,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from autopart.passes.program.schedules import find, takes_slices
-from autopart.passes.search.candidate import Candidate
-from autopart.passes.search.evaluation import Evaluation, Search, evaluate
-from autopart.passes.search.refinement import actions_of
-from autopart.passes.search.search import with_even_cuts
+from autopart.passes.program.schedules import find
+from autopart.passes.search.evaluation import Candidate, Evaluation, Search, evaluate
+from autopart.passes.search.refinement import actions_of, with_even_cuts
 from autopart.passes.tokens.lengths import Ints, cut_tokens, other_stages, slice_times
 
 SLICED = 6
@@ -44,8 +42,15 @@ def evaluate_slices(search: Search, effort: int) -> None:
         return
     limit = WORTH * search.best_ns
     for place, found in enumerate(search.finalists(SLICED)):
-        others = _other_micros(search, found) if not place else ()
-        for whole in (found, *_evened(search, found), *others):
+        wholes, plan = [found], found.candidate
+        # Even cuts are no faster for few whole sequences, but for slices they are.
+        even = with_even_cuts(plan, search.fine) if found.stages > 1 else None
+        if even is not None:
+            wholes.append(search.evaluate(search.fine, even))
+        for micro_rows in found.space.request.micro_rows if not place else ():
+            if micro_rows != plan.micro_rows and request.most_replicas(micro_rows) >= plan.most_replicas:
+                wholes.append(search.evaluated(found.space, replace(plan, micro_rows=micro_rows)))
+        for whole in wholes:
             for candidate in _sliced(whole):
                 actions = actions_of(candidate)
                 if actions > LONGEST or (effort < actions and search.fitting):
@@ -55,20 +60,6 @@ def evaluate_slices(search: Search, effort: int) -> None:
                 if sliced.step_ns < limit and sliced.fits:
                     search.evaluate(whole.space, candidate)
         search.tell("slices of sequences")
-
-
-def _evened(search: Search, found: Evaluation) -> list[Evaluation]:
-    """Return the plan with even cuts, which for few whole sequences are no faster, but are for slices."""
-    even = with_even_cuts(found.candidate, search.fine) if found.stages > 1 else None
-    return [] if even is None else [search.evaluate(search.fine, even)]
-
-
-def _other_micros(search: Search, found: Evaluation) -> Iterator[Evaluation]:
-    """Yield the plan with the batch cut into other numbers of micro-batches."""
-    request, candidate = found.space.request, found.candidate
-    for micro_rows in request.micro_rows:
-        if micro_rows != candidate.micro_rows and request.most_replicas(micro_rows) >= candidate.most_replicas:
-            yield search.evaluated(found.space, replace(candidate, micro_rows=micro_rows))
 
 
 def slices_of(whole: Evaluation) -> Evaluation | None:
@@ -97,7 +88,7 @@ def _sliced(whole: Evaluation) -> Iterator[Candidate]:
     found += [even_lengths(tokens, count) for count in EVEN_COUNTS if count <= tokens // step]
     for lengths in dict.fromkeys(lengths for lengths in found if len(lengths) > 1):
         for schedule in request.schedules:
-            if takes_slices(find(schedule)):
+            if find(schedule).sliced:
                 yield replace(whole.candidate, token_slices=lengths, schedule=schedule)
 
 

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from support.languages.orderings import Case, Times, even
 
-from autopart.passes.ordering.bound import bound_ns
 from autopart.passes.ordering.lists import RULES
-from autopart.passes.ordering.pipeline import Pipeline
+from autopart.passes.ordering.pipeline import Pipeline, bound_ns
 from autopart.passes.program.orders import LOOP, ONE, V
 from autopart.passes.simulation.simulate import simulate
 

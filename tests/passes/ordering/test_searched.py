@@ -16,10 +16,8 @@ from support.oracles.order_oracle import best_step_ns
 from autopart.ir.decision import check_decision
 from autopart.ir.errors import ProgramError
 from autopart.ir.plan import Decision, Stage
-from autopart.passes.ordering.bound import bound_ns
 from autopart.passes.ordering.lists import RULES, listed
-from autopart.passes.ordering.pipeline import Pipeline
-from autopart.passes.ordering.replay import fits, peak_bytes, replay
+from autopart.passes.ordering.pipeline import Pipeline, bound_ns, fits, peak_bytes, replay
 from autopart.passes.ordering.searched import MOVE_EFFORT, Found
 from autopart.passes.program.messages import check_messages
 from autopart.passes.program.named import SEARCHED

@@ -16,10 +16,9 @@ from autopart.ir.errors import ProgramError
 from autopart.ir.plan import Decision, Stage
 from autopart.ir.program import Program
 from autopart.ir.shares import split_rows
-from autopart.passes.program.messages import check_messages, issued, one_copy
+from autopart.passes.program.messages import check_messages, issued, one_copy, with_posting
 from autopart.passes.program.named import FAMILY as SCHEDULES
 from autopart.passes.program.nccl_rules import Collective, play
-from autopart.passes.program.posting import with_posting
 from autopart.passes.program.routing import route
 from autopart.passes.program.schedules import register
 from autopart.passes.program.verify import forward_program

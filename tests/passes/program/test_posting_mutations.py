@@ -11,9 +11,8 @@ import pytest
 from support.languages.broken_programs import ALL, made
 
 from autopart.ir.program import Exchange, Program
-from autopart.passes.program.messages import issued
+from autopart.passes.program.messages import issued, with_posting
 from autopart.passes.program.nccl_rules import play
-from autopart.passes.program.posting import with_posting
 
 
 class Post(NamedTuple):

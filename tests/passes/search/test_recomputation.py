@@ -9,7 +9,7 @@ from support.languages.graphs import cluster, graph, layers, plan_of, source
 
 from autopart.ir.errors import InfeasibleError
 from autopart.ir.plan import Stage
-from autopart.passes.search.memory.recomputation import StageBlocks, _ended_oftener, _sizes_of_groups, least_recomputed
+from autopart.passes.search.recomputation import StageBlocks, _ended_oftener, _sizes_of_groups, least_recomputed
 from autopart.passes.simulation.charges import StageContext
 from autopart.passes.simulation.stage_costs import Estimator
 

@@ -12,8 +12,7 @@ from support.languages.graphs import cluster, graph, source
 
 from autopart.passes.pipeline import _spaces
 from autopart.passes.search import refinement
-from autopart.passes.search.candidate import Candidate
-from autopart.passes.search.evaluation import Search
+from autopart.passes.search.evaluation import Candidate, Search
 from autopart.passes.search.layout import Layout
 from autopart.passes.search.refinement import Need, balanced, least_bound
 from autopart.passes.search.space import PlanRequest

@@ -16,8 +16,7 @@ from autopart.ir.cluster import Cluster, Device, Level, Link
 from autopart.ir.graph import Size
 from autopart.ir.plan import Decision, Estimate, Stage
 from autopart.passes.program.routing import route
-from autopart.passes.search.candidate import Candidate
-from autopart.passes.search.evaluation import evaluate
+from autopart.passes.search.evaluation import Candidate, evaluate
 from autopart.passes.search.layout import Layout
 from autopart.passes.search.partition import INFEASIBLE, Partition
 from autopart.passes.search.space import PlanRequest, SearchSpace

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from autopart.passes.program.orders import Schedule, Shape, placed
 from autopart.passes.program.schedules import find, pattern
-from autopart.passes.simulation.held import counts_of, most_bytes, of_stage
+from autopart.passes.simulation.stage_costs import counts_of, most_bytes, of_stage
 
 SHAPES = (
     ("1f1b", 1, "one"),

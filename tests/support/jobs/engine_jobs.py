@@ -11,7 +11,7 @@ from torch import nn
 from autopart.batch.batch import flatten
 from autopart.capture import Captured, capture
 from autopart.ir.plan import Decision, Stage
-from autopart.passes.program.posting import with_posting
+from autopart.passes.program.messages import with_posting
 from autopart.passes.program.routing import route
 from autopart.passes.program.schedules import register
 from autopart.passes.program.verify import check_program

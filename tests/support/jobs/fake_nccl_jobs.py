@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from autopart.ir.program import Program
+from autopart.passes.program.messages import with_posting
 from autopart.passes.program.nccl_rules import SENT, Collective, Post
-from autopart.passes.program.posting import with_posting
 from autopart.runtime.group.world import World
 from support.jobs.engine_jobs import step
 from support.languages.nccl_programs import CASES, FINE, HANG, WRONG

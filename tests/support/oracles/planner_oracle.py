@@ -24,8 +24,7 @@ from autopart.passes.graph.cuts import forced_bounds, module_span
 from autopart.passes.pipeline import PlannerInput, build
 from autopart.passes.program.named import FAMILY
 from autopart.passes.program.routing import route
-from autopart.passes.search.candidate import Candidate
-from autopart.passes.search.evaluation import Evaluation, evaluate
+from autopart.passes.search.evaluation import Candidate, Evaluation, evaluate
 from autopart.passes.search.layout import Layout
 from autopart.passes.search.partition import Partition
 from autopart.passes.search.space import PlanRequest, SearchSpace

@@ -16,7 +16,7 @@ from autopart.ir.errors import CheckpointError, UsageError
 if TYPE_CHECKING:
     import torch
 
-    from autopart.files.checkpoints.stored import Stored
+    from autopart.files.checkpoints.tensor_files import Stored
 
 app = typer.Typer(name="checkpoint", help="Show and verify checkpoints, and export their weights.")
 
@@ -24,7 +24,7 @@ Folder = Annotated[Path, typer.Argument(help="The folder given to pipe.save, or 
 
 
 def _facts(path: Path) -> dict[str, object]:
-    from autopart.files.checkpoints.stored import opened
+    from autopart.files.checkpoints.tensor_files import opened
 
     document = read_document(path)
     optimizer = document.optimizer
@@ -95,7 +95,7 @@ def _averages(stored: Stored) -> dict[str, torch.Tensor]:
 
 def _exported(averages: bool, path: Path) -> dict[str, torch.Tensor]:
     """Return the weights of a checkpoint, after comparing the files that they are in with their hashes."""
-    from autopart.files.checkpoints.stored import opened
+    from autopart.files.checkpoints.tensor_files import opened
 
     document = read_document(path)
     stored = opened(path, document)

@@ -12,11 +12,11 @@ from autopart.extras.asynchronous.part import Asynchronous
 from autopart.extras.checkpoints.part import Checkpoints
 from autopart.extras.compiled.compiled_costs import compiled_costs
 from autopart.extras.compiled.inductor import Inductor
-from autopart.extras.elastic.part import Devices
+from autopart.extras.elastic.speeds import Devices
 from autopart.extras.freezing.kept.activations import Activations
 from autopart.extras.freezing.part import Replanning
 from autopart.extras.metrics.part import Measurements
-from autopart.extras.sampler.part import DataOrder
+from autopart.extras.sampler.sampler import DataOrder
 from autopart.extras.weights.source import weights_for
 from autopart.pipe.forward import fact, verb
 from autopart.session.lists import BATCH_STEPS, WEIGHTS

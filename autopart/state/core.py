@@ -26,10 +26,9 @@ from autopart.session.ranks.listener import Listener
 from autopart.session.session import Session
 from autopart.session.step.data import Arguments
 from autopart.state.companions import Companion
-from autopart.state.misuse_guards import watch_optimizers
+from autopart.state.misuse_guards import Open, notice, watch_optimizers
 from autopart.state.scaler import LossScaler
 from autopart.state.state_dict import take_masters
-from autopart.state.torch_calls import Open, notice
 
 P = TypeVar("P", bound="Part")
 NO_PARAMETER = "no_parameter_on_this_rank"

@@ -13,8 +13,7 @@ import torch
 
 from autopart.capture.trained import Trained
 from autopart.files.checkpoints.document import COMPANION, MASTER, OPTIMIZER, OptimizerState, key_parts
-from autopart.files.checkpoints.stored import Stored
-from autopart.files.checkpoints.tensor_files import StoredTensor, converts
+from autopart.files.checkpoints.tensor_files import Stored, StoredTensor, converts
 from autopart.files.reading import listed
 from autopart.ir.errors import CheckpointError
 from autopart.state.extra_state import EXTRA_STATE, key_of, read_extra_state

@@ -17,7 +17,7 @@ from autopart.extras.checkpoints.saver import require_folder, unwritable
 from autopart.extras.checkpoints.saving import Draft, config_text, publish, write_part
 from autopart.files.checkpoints.document import OPTIMIZER, Document, read_document
 from autopart.files.checkpoints.folders import Root, read_at
-from autopart.files.checkpoints.stored import opened
+from autopart.files.checkpoints.tensor_files import opened
 from autopart.files.checkpoints.values import decoded, encoded
 from autopart.state.around import version
 from autopart.state.contents import Contents, tied_once

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from autopart.extras.checkpoints.loading import Staged, Wanted, adopt_optimizers, staged, value_for
-from autopart.extras.checkpoints.rescued import forget, newest_at, replaced
+from autopart.extras.checkpoints.rescue import forget, newest_at, replaced
 from autopart.extras.checkpoints.saving import (
     Background,
     Draft,
@@ -27,7 +27,7 @@ from autopart.extras.checkpoints.saving import (
 )
 from autopart.files.checkpoints.document import Document
 from autopart.files.checkpoints.folders import Root
-from autopart.files.checkpoints.stored import opened
+from autopart.files.checkpoints.tensor_files import opened
 from autopart.files.checkpoints.values import decoded
 from autopart.ir.errors import CheckpointError, UsageError
 from autopart.session.ranks.agreement import from_rank, together

@@ -20,9 +20,8 @@ from typing import Any, TypeVar
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from autopart.files.checkpoints.document import Document, write_document
+from autopart.files.checkpoints.document import Document, Written, hashed, write_document
 from autopart.files.checkpoints.folders import Root
-from autopart.files.checkpoints.hashes import Written, hashed
 from autopart.files.checkpoints.tensor_files import INDEX, write_tensors
 from autopart.files.reading import named, read_text, unreadable
 from autopart.files.storage import write_whole

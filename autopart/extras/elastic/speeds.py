@@ -18,6 +18,7 @@ from autopart.ir.plan import Plan
 from autopart.ir.shares import Division
 from autopart.session.executors.step_end import StepEnd
 from autopart.session.ranks.listener import Listener
+from autopart.state.core import Core, Part
 
 WINDOW, RECENT, SKIPPED = 8, 5, 2
 """Steps by whose median a rank is named, the newest of them, which say how slow it is (when more than half of the
@@ -139,3 +140,35 @@ def _parts(division: Division, devices: Sequence[Device]) -> list[float]:
 def slowed(cluster: Cluster, slowness: Sequence[float]) -> Cluster:
     """Return the cluster with devices as slow as they were measured; small differences are left out."""
     return cluster.with_speeds([1.0 if 1 / CHANGED < slow < CHANGED else 1 / slow for slow in slowness])
+
+
+class Devices(Part):
+    """How fast the devices of a pipe are, beside what its plan says."""
+
+    def __init__(self, core: Core) -> None:
+        super().__init__(core)
+        self.speeds = Speeds(core.cluster)
+        self._slowness: Sequence[float] = ()
+
+    def stragglers(self) -> Mapping[int, float]:
+        """Ranks whose computes take at least twice as long as planned, compared with the other ranks, or 1.5 times as
+        long as in their first steps under the plan, and how many times as long.
+
+        A rank is named by the median of its last eight steps, its slowness is that of the newest five.  Ranks that have
+        become so much faster since the last `replan`, which judges them all, are named too.  Alike on all ranks, and a
+        warning names them.  Measured in `step` on CPUs."""
+        return self.speeds.stragglers()
+
+    @property
+    def listeners(self) -> Sequence[Listener]:
+        """The speeds follow plans and steps."""
+        return (self.speeds,)
+
+    def now(self, cluster: Cluster) -> Cluster:
+        """Judge the devices, and return the cluster with those that are slow."""
+        self._slowness = self.speeds.judge()
+        return slowed(cluster, self._slowness)
+
+    def replanned(self) -> None:
+        """Begin again with a plan that takes devices for as slow as they were judged."""
+        self.speeds.follow(self.core.session.plan, slowed(self.core.cluster, self._slowness), self._slowness)

@@ -1,4 +1,12 @@
-"""Whether another plan pays for the steps that remain, with what it takes to change to it."""
+"""Whether another plan pays for the steps that remain, with what it takes to change to it.
+
+The plan that runs and those that may follow it are judged by one set of costs.  Measured again while a device is slow,
+ops would take as long as the machine lets them at that moment, and two plans would differ by that alone.  So where
+devices have become slower, or faster, nothing is measured: the times under which the plan that runs was made are
+extended to other sizes, and to devices of other speeds, as the planner does (`passes.ops.cost_model`).  Where they are
+not known, since that plan was given or layers have frozen since, ops are measured once at the moment: both plans are
+then wrong by the same factor.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +18,17 @@ from functools import partial
 
 import torch
 
-from autopart.costs.sources import costed, source_for
+from autopart.capture import Captured
+from autopart.costs.sources import CostedGraph, CostSource, costed, source_for
 from autopart.extras.freezing.behind import Behind, Specs, behind_frozen, zeros
+from autopart.extras.freezing.carried import KeptBytes, Pairs, moved_bytes, predicted_s
 from autopart.extras.freezing.kept.activations import AutoCache, activations_of
-from autopart.extras.freezing.known_costs import known_costs
-from autopart.extras.freezing.moving import KeptBytes, Pairs, moved_bytes, predicted_s
-from autopart.ir.cluster import Cluster
+from autopart.ir.cluster import Cluster, Device
 from autopart.ir.errors import PlanError, RefusedError
 from autopart.ir.plan import Decision, Plan
 from autopart.ir.size import Size
 from autopart.options import Options
+from autopart.passes.ops.cost_model import CostModel
 from autopart.passes.program.projection import check_gradients_stay
 from autopart.planning.make import make_plan
 from autopart.planning.simulated import simulated_step_ns
@@ -236,3 +245,22 @@ def state_bytes_of(optimizers: Optimizers, names: Mapping[int, str]) -> dict[str
         for parameter, state in optimizer.state.items()
         if id(parameter) in names
     }
+
+
+def known_costs(known: CostedGraph, device: Device, otherwise: str | CostSource) -> CostSource:
+    """Return a source of costs that extends `known` and measures nothing.
+
+    known: costs of the program at one size on `device`.  otherwise: the source for other programs than that.
+    """
+    digest = known.graph.structure_digest()
+
+    def source(captured: Captured, on: Device) -> CostedGraph:
+        graph = captured.graph
+        if graph.structure_digest() != digest:
+            return costed(captured, on, otherwise)
+        other = None if graph.size == known.graph.size else graph
+        costs = CostModel(known.graph, other, (device, on)).graph(graph.size, 1).ops
+        ops = tuple(replace(op, cost=own.cost) for op, own in zip(graph.ops, costs, strict=True))
+        return CostedGraph(replace(graph, ops=ops), known.source, known.notes)
+
+    return source

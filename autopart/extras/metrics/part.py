@@ -8,9 +8,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from autopart.extras.metrics.measured import measured
-from autopart.extras.metrics.meter import Meter
-from autopart.extras.metrics.metrics import Metrics
+from autopart.extras.metrics.metrics import Meter, Metrics, measured
 from autopart.ir.errors import UsageError
 from autopart.ir.timeline import Timeline
 from autopart.report.page.page import write_page

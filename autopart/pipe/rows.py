@@ -12,11 +12,11 @@ from autopart.extras.asynchronous.part import Asynchronous
 from autopart.extras.checkpoints.part import Checkpoints
 from autopart.extras.compiled.compiled_costs import compiled_costs
 from autopart.extras.compiled.inductor import Inductor
-from autopart.extras.elastic.speeds import Devices
+from autopart.extras.elastic.speeds import Speeds
 from autopart.extras.freezing.kept.activations import Activations
 from autopart.extras.freezing.part import Replanning
 from autopart.extras.metrics.part import Measurements
-from autopart.extras.sampler.sampler import DataOrder
+from autopart.extras.sampler.sampler import DataPosition
 from autopart.extras.weights.source import weights_for
 from autopart.pipe.forward import fact, verb
 from autopart.session.lists import BATCH_STEPS, WEIGHTS
@@ -31,8 +31,8 @@ BATCH_STEPS.append(Activations)
 EXTRAS: Sequence[type[Part]] = (
     Checkpoints,
     Measurements,
-    DataOrder,
-    Devices,
+    DataPosition,
+    Speeds,
     Asynchronous,
     Replanning,
 )
@@ -48,9 +48,9 @@ class OfExtras:
     metrics = verb(Measurements, Measurements.metrics)
     report = verb(Measurements, Measurements.report)
 
-    sampler = verb(DataOrder, DataOrder.sampler)
+    sampler = verb(DataPosition, DataPosition.sampler)
 
-    stragglers = fact(Devices, Devices.stragglers)
+    stragglers = fact(Speeds, Speeds.stragglers)
 
     train = verb(Asynchronous, Asynchronous.train)
     flush = verb(Asynchronous, Asynchronous.flush)

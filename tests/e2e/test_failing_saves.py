@@ -127,7 +127,7 @@ def _end_of_background(pipe: autopart.Pipe) -> None:
     """Wait until the save in the background has failed here, so that the next call knows."""
     background = pipe._core.part(Checkpoints).saver.background
     if background is not None:
-        background._thread.join()
+        background.join()
 
 
 # -- tests -----------------------------------------------------------------------------------------------------------

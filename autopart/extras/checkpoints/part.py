@@ -8,10 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from autopart.extras.checkpoints.rescue import Kept, Rescue
-from autopart.extras.checkpoints.saver import Request, Saver, require_folder
+from autopart.extras.checkpoints.loading import load
+from autopart.extras.checkpoints.rescue import Rescue
+from autopart.extras.checkpoints.saver import Saver
+from autopart.extras.checkpoints.saving import require_folder
 from autopart.session.ranks.listener import Listener
-from autopart.state.around import Around
+from autopart.state.around import Kept
 from autopart.state.core import Core, Part
 from autopart.state.optimizers import GivenOptimizer, given_as
 from autopart.state.schedulers import GivenScheduler
@@ -22,7 +24,7 @@ class Checkpoints(Part):
 
     def __init__(self, core: Core) -> None:
         super().__init__(core)
-        self.saver, self.rescue = Saver(), Rescue(self.around)
+        self.saver, self.rescue = Saver(core), Rescue(core)
 
     def save(
         self,
@@ -50,10 +52,10 @@ class Checkpoints(Part):
         Raises CheckpointError on all ranks; the pipe and earlier checkpoints are then as before.
         """
         require_folder(folder, keep)
-        self._follow(kept := Kept(folder, given_as("optimizer", optimizer), given_as("scheduler", scheduler), extra))
+        kept = Kept(folder, given_as("optimizer", optimizer), given_as("scheduler", scheduler), extra)
+        self.rescue.follow(kept)
         with self.core.session.call("save") as session:
-            request = Request(Path(folder), extra, keep, wait)
-            return self.saver.save(session, self.around(kept), request)
+            return self.saver.save(session, kept, keep, wait=wait)
 
     def load(
         self,
@@ -75,22 +77,14 @@ class Checkpoints(Part):
         require_folder(folder, None)
         kept = Kept(folder, given_as("optimizer", optimizer), given_as("scheduler", scheduler))
         with self.core.session.call("load") as session:
-            document, extra = self.saver.load(session, folder, self.around(kept), missing_ok=missing_ok)
+            self.saver.settle(session)
+            document, extra = load(self.core, kept, missing_ok=missing_ok)
         if document is not None:
             self.core.steps = document.step
             if document.scaler is not None:
                 self.core.loss_scale.load_state_dict(document.scaler)
-        self._follow(replace(kept, extra=extra))
+        self.rescue.follow(replace(kept, extra=extra))
         return extra
-
-    def around(self, kept: Kept) -> Around:
-        """Return what is saved beside the tensors of the model."""
-        core = self.core
-        scaler = core.scaler.state_dict() if core.scaler is not None else None
-        return Around(core.steps, scaler, kept.optimizers, kept.schedulers, core.companions, core.placeholder)
-
-    def _follow(self, kept: Kept) -> None:
-        self.rescue.follow(kept, self.core.session)
 
     @property
     def listeners(self) -> Sequence[Listener]:

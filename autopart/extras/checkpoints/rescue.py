@@ -22,8 +22,8 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -32,7 +32,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopart.extras.checkpoints.saving import Draft, publish, read_part, record_at, write_part
-from autopart.files.checkpoints.document import NAME, Document, OptimizerState, read_document, write_document
+from autopart.files.checkpoints.document import NAME, Document, read_document, write_document
 from autopart.files.checkpoints.folders import LATEST, Root, checkpoint_at, complete, found_at, latest, read_at
 from autopart.files.storage import write_whole
 from autopart.ir.errors import CheckpointError
@@ -42,10 +42,11 @@ from autopart.runtime.effects import first_line, is_effect
 from autopart.session.ranks.call_sync import STEP_FAILED
 from autopart.session.ranks.listener import Listener
 from autopart.session.session import Session
-from autopart.state.around import Around, Told, document_of
+from autopart.state.around import Kept, document_of, told
 from autopart.state.contents import by_keepers, contents_with, own_state, updated_buffers
-from autopart.state.optimizers import OptimizerPart, Optimizers, joined
-from autopart.state.schedulers import HasState, scheduler_state
+from autopart.state.core import Core
+from autopart.state.optimizers import joined
+from autopart.state.schedulers import scheduler_state
 
 WHY = "why"
 """The file in which a rank says why it kept nothing."""
@@ -60,11 +61,6 @@ def place_of(folder: str | os.PathLike[str]) -> Path | None:
     """Return where the state of a run is kept in memory, None where nothing is.  folder: of its checkpoints."""
     memory = rescue_folder()
     return None if memory is None else memory / hashlib.sha256(os.path.realpath(folder).encode()).hexdigest()[:16]
-
-
-def rank_folder(place: Path, start: int, rank: int) -> Path:
-    """Return the folder of what one rank keeps.  start: how often the ranks were started before."""
-    return place / f"start-{start:05d}" / f"rank-{rank:05d}"
 
 
 def newest_at(
@@ -161,54 +157,31 @@ def _joined(documents: Sequence[Document]) -> Document:
     for key in _ALIKE:
         if any(getattr(each, key) != getattr(first, key) for each in documents):
             raise CheckpointError(f"the {key} of the ranks differs")
-    return replace(first, files={}, optimizer=joined([_part(each.optimizer) for each in documents]))
-
-
-def _part(state: OptimizerState | None) -> OptimizerPart | None:
-    if state is None:
-        return None
-    values = {(name, key): value for name, each in state.values.items() for key, value in each.items()}
-    tensors = {(name, key): None for name, keys in state.tensors.items() for key in keys}
-    return OptimizerPart(state.groups, tensors, values)  # type: ignore[arg-type]
+    return replace(first, files={}, optimizer=joined([each.optimizer for each in documents]))
 
 
 def _publish(place: Path, document: Document, parts: Mapping[int, Path]) -> None:
     """Make a checkpoint of parts, which move there.  parts: the folder of each."""
-    root = Root(place)
-    try:
+    with closing(Root(place)) as root:
         draft = Draft(root.draft(document.step), document, 0)
         for number, folder in parts.items():
             for name in read_part(folder, number).files:
                 os.rename(folder / name, draft.folder / name)
             os.rename(record_at(folder, number), record_at(draft.folder, number))
         publish(draft, root, 1, None)
-    finally:
-        root.close()
 
 
 _following: WeakSet[Rescue] = WeakSet()
 """The pipes of this process that would keep their state."""
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """What belongs to a run, as it was last loaded or saved (`Pipe.load`, `Pipe.save`).  extra: of the user."""
-
-    folder: str | os.PathLike[str]
-    optimizers: Optimizers
-    schedulers: Sequence[HasState]
-    extra: Any = None
-
-
 class Rescue(Listener):
-    """What one pipe would keep; nothing, unless its launch has a folder in memory.
-
-    around: returns what else belongs to the run now."""
+    """What one pipe would keep; nothing, unless its launch has a folder in memory."""
 
     _session: Session
 
-    def __init__(self, around: Callable[[Kept], Around]) -> None:
-        self._around = around
+    def __init__(self, core: Core) -> None:
+        self._core = core
         self._kept: Kept | None = None
         self._folder = Path()
         self._unstepped: Mapping[str, Any] | None = None
@@ -216,15 +189,15 @@ class Rescue(Listener):
         self._others: set[int] = set()
         self._unwatch: Callable[[], None] = lambda: None
 
-    def follow(self, kept: Kept, session: Session) -> None:
+    def follow(self, kept: Kept) -> None:
         """Keep this state from now on.  Called at a load or a save."""
         place = place_of(kept.folder)
         if place is None or (Path(kept.folder) / NAME).is_file():  # a checkpoint by its own path: not of this run
             return
-        self._session = session
-        self._folder = rank_folder(place, restart_count(), session.world.rank)
+        self._session = self._core.session
+        self._folder = place / f"start-{restart_count():05d}" / f"rank-{self._session.world.rank:05d}"
         try:
-            self._unstepped = _moving(self._around(kept))
+            self._unstepped = self._moving(kept)
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder.mkdir(parents=True, mode=0o700)
         except (OSError, CheckpointError):  # nothing can be kept, and training goes on
@@ -241,12 +214,18 @@ class Rescue(Listener):
         if self._kept is not None and optimizer not in self._kept.optimizers:
             self._others.update(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
 
+    def _moving(self, kept: Kept) -> dict[str, Any]:
+        """Return what the script moves on in every step, besides the optimizer.  Not the position in the data, which
+        moves by itself."""
+        companions = {title: each.state() for title, each in self._core.companions.items() if title != "data"}
+        return {"scheduler": scheduler_state(kept.schedulers, kept.optimizers), **companions}
+
     def before_call(self, name: str) -> None:
         """Notice what the script changes between a load or a save and the next step: it would do so twice for one step,
         if training went on from that step's beginning."""
         if name != "step" or self._kept is None or self._unstepped is None:
             return
-        now, before, self._unstepped = _moving(self._around(self._kept)), self._unstepped, None
+        now, before, self._unstepped = self._moving(self._kept), self._unstepped, None
         changed = [title for title in before if title in now and now[title] != before[title]]
         self._changed = self._changed or next(iter(changed), "")
 
@@ -259,7 +238,7 @@ class Rescue(Listener):
         try:
             why = self._refusal(session, self._kept, doing)
             if not why:
-                self._write(session, self._around(self._kept), self._kept.extra)
+                self._write(session, self._kept)
         except Exception as failed:  # a second error must not hide the first
             why = first_line(failed)
         if why:
@@ -292,15 +271,15 @@ class Rescue(Listener):
             return "its parameters are updated by an optimizer that was not passed to load or save"
         return ""
 
-    def _write(self, session: Session, around: Around, extra: Any) -> None:
+    def _write(self, session: Session, kept: Kept) -> None:
         rank, placement = session.world.rank, session.standing.context.placement
         groups = by_keepers(own_state(session), placement, updated_buffers(session))
-        given = around.optimizers, around.companions, around.placeholder
-        told = Told.of(contents_with(session, (), *given).optimizer, around, extra)
-        document = replace(document_of(session, [told], around.step), world=len(groups))
+        mine = told(self._core, kept, contents_with(self._core, (), kept.optimizers).optimizer)
+        document = replace(document_of(self._core, [mine]), world=len(groups))
         for number, (ranks, names) in enumerate(groups.items()):
             if rank in ranks or not ranks:
-                write_part(Draft(self._folder, document, number), contents_with(session, names, *given))
+                contents = contents_with(self._core, names, kept.optimizers)
+                write_part(Draft(self._folder, document, number), contents)
         write_document(self._folder, document)
 
     def closed(self) -> None:
@@ -313,13 +292,6 @@ class Rescue(Listener):
         current().keeping = NOTHING
         with suppress(OSError):
             self._folder.rmdir()  # only if nothing was kept there
-
-
-def _moving(around: Around) -> dict[str, Any]:
-    """Return what the script moves on in every step, besides the optimizer.  Not the position in the data, which moves
-    by itself."""
-    companions = {title: each.state() for title, each in around.companions.items() if title != "data"}
-    return {"scheduler": scheduler_state(around.schedulers, around.optimizers), **companions}
 
 
 def _pending(tensor: torch.Tensor) -> bool:

@@ -60,7 +60,7 @@ class Speeds(Part, Listener):
         self._restart()
 
     def now(self, cluster: Cluster) -> Cluster:
-        """Judge the devices, and return the cluster with those that are slow; ranks are named again only for a change."""
+        """Return the cluster with devices that are slow; ranks are named again only for a change."""
         self._judged = self._before = self.slowness()
         self._restart()
         return slowed(cluster, self._judged)

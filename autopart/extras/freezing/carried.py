@@ -27,30 +27,30 @@ from autopart.session.placement import Placement, routes
 from autopart.session.ranks.agreement import together
 from autopart.session.session import Session
 from autopart.state.contents import driven_names
-from autopart.state.optimizers import Optimizers, adopt_state, groups_with, joined, part_of
+from autopart.state.core import Core
+from autopart.state.optimizers import Key, Optimizers, give_state, groups_with, joined, state_of
 
 _MOVING = "moving the optimizer's state to another plan"
 T = TypeVar("T")
-Key = tuple[str, str]
-"""Name of a parameter, and what the optimizer calls a part of its state."""
 
 
-def carrying(session: Session, optimizers: Optimizers, placeholder: nn.Parameter) -> Callable[[RankContext], None]:
+def carrying(core: Core, optimizers: Optimizers) -> Callable[[RankContext], None]:
     """Check this rank's optimizers, and return what moves its state once the ranks hold what another plan gives them.
 
-    placeholder: the parameter of a rank that trains none.  Collective, and so is what is returned.  Raises UsageError
-    on all ranks, before anything is changed, for state that has no name, and for optimizers that differ between ranks.
-    Bytes sent: of the state of the parameters that move, each from one rank to the ranks that keep it now."""
+    Collective, and so is what is returned.  Raises UsageError on all ranks, before anything is changed, for state that
+    has no name, and for optimizers that differ between ranks.  Bytes sent: of the state of the parameters that move,
+    each from one rank to the ranks that keep it now."""
+    session = core.session
     world = session.world
     require_whole(session.standing.context)
     with together(world, _MOVING):
-        names = driven_names(session, placeholder)
+        names = driven_names(core)
         try:
-            part = part_of(optimizers, names)
+            state, tensors = state_of(optimizers, names)
         except CheckpointError as error:
             raise _not_carried(error) from error
-    kinds = {key: torch.empty_like(tensor, device="meta") for key, tensor in part.tensors.items()}
-    told = world.gather_objects((part.without_tensors(), kinds))
+    kinds = {key: torch.empty_like(tensor, device="meta") for key, tensor in tensors.items()}
+    told = world.gather_objects((state, kinds))
     try:
         whole = joined([each for each, _ in told])
     except CheckpointError as error:
@@ -74,8 +74,9 @@ def carrying(session: Session, optimizers: Optimizers, placeholder: nn.Parameter
         sizes = {key: kind.nbytes for key, kind in where.items()}
         found = spread(having, {key: wanting.get(key[0], ()) for key in where}, sizes)
         routes = [(_joined(key), source, target) for key, source, target in found]
-        move_tensors(world, routes, {_joined(key): tensor for key, tensor in {**part.tensors, **arriving}.items()})
-        _give(optimizers, whole, {**part.tensors, **arriving}, _kept(session, context, optimizers, names), placeholder)
+        here = tensors | arriving
+        move_tensors(world, routes, {_joined(key): tensor for key, tensor in here.items()})
+        _give(optimizers, whole, here, _kept(session, context, optimizers, names), core.placeholder)
 
     return moved
 
@@ -144,7 +145,7 @@ def _give(
     for optimizer in optimizers:
         optimizer.state.clear()
     names = {id(parameter): name for name, parameter in kept.items()} | {id(placeholder): ""}
-    adopt_state(optimizers, names, [{}] * len(groups), whole, tensors, {})
+    give_state(optimizers, names, [{}] * len(groups), whole, tensors, {})
 
 
 def _not_carried(error: CheckpointError) -> UsageError:

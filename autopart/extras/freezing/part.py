@@ -63,7 +63,7 @@ class Replanning(Part):
         if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 0):
             raise UsageError(f"steps is {steps!r}", fix="pass how many training steps remain")
         session = self.core.session
-        sizes = state_bytes_of(given_as("optimizer", optimizer), driven_names(session, self.core.placeholder))
+        sizes = state_bytes_of(given_as("optimizer", optimizer), driven_names(self.core))
         found = replan(session, self.core.now(), steps, sizes, self._preparing(optimizer), cache)
         if found.adopted:
             self.core.replanned()
@@ -72,4 +72,4 @@ class Replanning(Part):
     def _preparing(self, optimizer: GivenOptimizer) -> Preparing:
         if not (optimizers := given_as("optimizer", optimizer)):
             return lambda: lambda _: None
-        return partial(carrying, self.core.session, optimizers, self.core.placeholder)
+        return partial(carrying, self.core, optimizers)

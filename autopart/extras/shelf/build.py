@@ -149,7 +149,9 @@ def _refused(file: ConfigFile, what: str, error: Exception) -> UsageError:
 
 
 def _lengths(file: ConfigFile, kind: Kind, config: Any, rows: int | None, tokens: int | None) -> tuple[int, int]:
-    """Return the rows of the batch, and the tokens of a sequence, 0 for images.  Raises UsageError if one is missing or too many."""
+    """Return the rows of the batch, and the tokens of a sequence, 0 for images.
+
+    Raises UsageError if one is missing or too many."""
     if rows is None:
         raise UsageError(f"{file.path} says nothing about batches", fix="add --rows: the rows of a whole batch")
     if not kind.text:

@@ -85,7 +85,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
-    """The state of one or several optimizers that is not a tensor.
+    """The state of one or several optimizers that is not a tensor, of one rank or of all.
 
     kind: the names of their classes.  groups: of one optimizer after the other.  values: state other than tensors, by
     parameter and key (`values.encoded`).  tensors: by parameter the keys of its tensors; tensor k of

@@ -83,14 +83,14 @@ def verify(folder: Folder) -> None:
 def _averages(stored: Stored) -> dict[str, torch.Tensor]:
     """Return the averages that a checkpoint holds, by the names of the weights."""
     home = f"{COMPANION}/{AVERAGES}/"
-    names = [name for name in stored.more.by_name if name.startswith(home)]
-    if not names:
+    found = {n.removeprefix(home): each.mapped() for n, each in stored.more.by_name.items() if n.startswith(home)}
+    if not found:
         raise CheckpointError(
             "the checkpoint holds no averages",
             where=str(stored.folder),
             fix="make an autopart.AveragedModel(pipe) before pipe.save, or export without --averages",
         )
-    return {name.removeprefix(home): tensor for name, tensor in stored.more.mapped(names)}
+    return found
 
 
 def _exported(averages: bool, path: Path) -> dict[str, torch.Tensor]:
@@ -101,7 +101,8 @@ def _exported(averages: bool, path: Path) -> dict[str, torch.Tensor]:
     stored = opened(path, document)
     read = {name: written for name, written in document.files.items() if name.startswith("model-") or averages}
     require_unchanged(path, read)
-    return dict(stored.weights.mapped(stored.weights.by_name)) | (_averages(stored) if averages else {})
+    weights = {name: each.mapped() for name, each in stored.weights.by_name.items()}
+    return weights | (_averages(stored) if averages else {})
 
 
 @app.command()

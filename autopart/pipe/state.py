@@ -12,10 +12,10 @@ import torch
 from autopart.ir.errors import UsageError
 from autopart.session.ranks.agreement import from_rank
 from autopart.state.core import Part
-from autopart.state.full_parameters import full_parameters
 from autopart.state.misuse_guards import refuse_in_training
 from autopart.state.state_dict import (
     clip_gradients,
+    full_parameters,
     gather_gradients,
     load_state,
     local_state,

@@ -71,9 +71,23 @@ def contents_of(core: Core, optimizers: Optimizers) -> Contents:
 
 
 def _writers(session: Session) -> dict[str, int]:
-    """Return the rank that writes each tensor of the model, as all ranks know it."""
+    """Return the rank that writes each tensor of the model, with everything that belongs to it, as all ranks know it:
+    those that have its newest value share the work by bytes.
+
+    Of a buffer that changes in training the owner's value counts.  A tensor that no stage uses is written by the rank
+    with the least.  Longest processing time first (Graham 1969): no rank writes more than 4/3 of the best deal's.
+    O(tensors * ranks of each).
+    """
+    placement, updated = session.standing.context.placement, updated_buffers(session)
     sizes = {name: tensor.nbytes for name, tensor in own_state(session).items()}
-    return writers(sizes, session.standing.context.placement, updated_buffers(session), session.world.size)
+    load, found = [0] * session.world.size, dict[str, int]()
+    for name in sorted(sizes, key=lambda each: (-sizes[each], each)):
+        pieces = placement.pieces(name)
+        owner = placement.owner(name) if name in updated else None
+        ranks = [rank for piece in pieces for rank in placement.keepers.get(piece, ())] if owner is None else [owner]
+        found[name] = min(ranks or range(len(load)), key=lambda rank: (load[rank], rank))
+        load[found[name]] += sizes[name]
+    return found
 
 
 def joined_pieces(session: Session, contents: Contents) -> Contents:
@@ -158,24 +172,6 @@ def driven_names(core: Core) -> dict[int, str]:
     for name, parameter in session.captures.trained.named_parameters():
         names.setdefault(id(parameter), name)  # one that no stage uses
     return names | {id(core.placeholder): ""}
-
-
-def writers(sizes: Mapping[str, int], placement: Placement, updated: frozenset[str], world: int) -> dict[str, int]:
-    """Return the rank that writes each parameter and buffer, with everything that belongs to it.
-
-    sizes: bytes of each, tied ones once.  updated: buffers that change in training: their owner's value counts.  One
-    that no stage uses is written by the rank with the least.  Longest processing time first (Graham 1969): no rank
-    writes more than 4/3 of the best deal's.  O(tensors * ranks of each).
-    """
-    load = [0] * world
-    found: dict[str, int] = {}
-    for name in sorted(sizes, key=lambda each: (-sizes[each], each)):
-        pieces = placement.pieces(name)
-        owner = placement.owner(name) if name in updated else None
-        ranks = [rank for piece in pieces for rank in placement.keepers.get(piece, ())] if owner is None else [owner]
-        found[name] = min(ranks or range(world), key=lambda rank: (load[rank], rank))
-        load[found[name]] += sizes[name]
-    return found
 
 
 def by_keepers(names: Iterable[str], placement: Placement, updated: frozenset[str]) -> dict[tuple[int, ...], list[str]]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -111,8 +110,7 @@ class Asynchronous(Part):
         made = optimizer([parameter for _, parameter in self.core.named_parameters()])
         following = scheduler(made) if scheduler is not None else None
         paced = following if isinstance(following, list | tuple) else [] if following is None else [following]
-        update = partial(_stepped, [*given_as("optimizer", made), *paced])
-        self.training = Training(self.core, update)
+        self.training = Training(self.core, [*given_as("optimizer", made), *paced])
         session.calls.listeners.append(self.training)
         return (without_backward(loss) for loss in self.training.losses(mode))
 
@@ -123,8 +121,3 @@ class Asynchronous(Part):
         with session.calls.collective("a flush failed"):
             if self.training is not None:
                 self.training.flush()
-
-
-def _stepped(each: Sequence[Any]) -> None:
-    for one in each:
-        one.step()

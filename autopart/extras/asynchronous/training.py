@@ -64,11 +64,11 @@ class _Live:
 class Training(Listener):
     """One call of `pipe.train`; other calls wait until what is in flight has come back.
 
-    update: steps the optimizer of this rank.
+    stepping: the optimizers and schedulers of this rank, in the order of their steps.
     """
 
-    def __init__(self, core: Core, update: Callable[[], None]) -> None:
-        self._core, self._session, self._update = core, core.session, update
+    def __init__(self, core: Core, stepping: Sequence[Any]) -> None:
+        self._core, self._session, self._stepping = core, core.session, stepping
         session = self._session
         self._ahead = len(session.plan.stages) + 1
         self._home = session.standing.executor.home(session.graph.outputs[0])
@@ -95,7 +95,12 @@ class Training(Listener):
     def _losses(self, batches: Iterable[Any]) -> Iterator[torch.Tensor]:
         source, more = iter(batches), True
         while more:
-            self._require_going_on()
+            if self._over:
+                raise UsageError(
+                    f"pipe.train was ended by {self._over}",
+                    why="its optimizers update the parameters that this rank had before",
+                    fix="call pipe.train again, with the batches that are left",
+                )
             with self._session.calls.collective("training failed"), self._session.calls.running("training failed"):
                 try:
                     more = self._advance(source)
@@ -105,19 +110,9 @@ class Training(Listener):
                     self._drop_fetched()  # no rank takes another batch
                     raise self._session.world.known(error) from error.__cause__
             while self._ready:
-                yield self._loss_tensor(self._ready.popleft())
-
-    def _loss_tensor(self, loss: float) -> torch.Tensor:
-        output = self._session.graph.value_map()[self._session.graph.outputs[0]]
-        return torch.tensor(loss, dtype=getattr(torch, output.dtype))
-
-    def _require_going_on(self) -> None:
-        if self._over:
-            raise UsageError(
-                f"pipe.train was ended by {self._over}",
-                why="its optimizers update the parameters that this rank had before",
-                fix="call pipe.train again, with the batches that are left",
-            )
+                graph = self._session.graph
+                output = graph.value_map()[graph.outputs[0]]
+                yield torch.tensor(self._ready.popleft(), dtype=getattr(torch, output.dtype))
 
     def before_call(self, name: str) -> None:
         """Let what is in flight come back before any other call."""
@@ -157,7 +152,8 @@ class Training(Listener):
         if given.taken:
             self._core.batch_given()  # also over one that is refused: `train` goes on with the next
         found = given.settle()
-        self._learn(given.about, found)
+        if given.about == self._known:  # all ranks have told of the loss of this batch
+            self._take(found.loss)
         if found.ended:
             if self._live is not None:
                 self._empty()
@@ -221,6 +217,10 @@ class Training(Listener):
             self._engines[key] = executor.stream(len(plan.rows), self._update)
         return _Live(executor, self._engines[key], kind, self._entered, {}), plan
 
+    def _update(self) -> None:
+        for one in self._stepping:
+            one.step()
+
     def _next_plan(self, live: _Live, batch: Batch | None, found: Given, step: int) -> BatchPlan:
         """Return the plan of a batch that follows others of its kind."""
         if batch is None:
@@ -242,11 +242,6 @@ class Training(Listener):
             found = live.engine.losses.pop(number - live.first, {})
             self._own[number] = weighted_loss(found, live.shares.pop(number))
         return self._own[number]
-
-    def _learn(self, number: int, found: Given) -> None:
-        """Take the loss of a batch from what all ranks told."""
-        if number == self._known:
-            self._take(found.loss)
 
     def _take(self, loss: float) -> None:
         self._ready.append(loss)

@@ -186,16 +186,15 @@ class FrozenCode:
         for start in range(0, len(rows), size):
             own = [*range(start, min(start + size, len(rows)))]
             picked = torch.tensor([*own, *[own[-1]] * (size - len(own))])
-            given = self._given(batch, torch.tensor(rows)[picked]) | {n: earlier[n][picked] for n in names}
+            pairs = zip(self.captured.graph.inputs, batch.plain.tensors_and_splits(), strict=True)
+            at = torch.tensor(rows)[picked]
+            given = {name: tensor[at.to(tensor.device)] if split else tensor for name, (tensor, split) in pairs}
+            given |= {name: earlier[name][picked] for name in names}
             inputs = [given[name].to(self.device) for name in code.inputs]
             results = code.module(*code.arguments(tensors), *inputs)
             for name, result in zip(code.outputs, results, strict=False):
                 found[name].append(result[: len(own)].cpu())
         return {name: torch.cat(parts) for name, parts in found.items()}
-
-    def _given(self, batch: Batch, picked: torch.Tensor) -> dict[str, torch.Tensor]:
-        pairs = zip(self.captured.graph.inputs, batch.plain.tensors_and_splits(), strict=True)
-        return {name: tensor[picked.to(tensor.device)] if split else tensor for name, (tensor, split) in pairs}
 
     def _code(self, earlier: tuple[str, ...], values: tuple[str, ...]) -> StageModule:
         key = earlier, values

@@ -15,7 +15,7 @@ from autopart.extras.compiled.inductor import Inductor
 from autopart.extras.elastic.speeds import Speeds
 from autopart.extras.freezing.kept.activations import Activations
 from autopart.extras.freezing.part import Replanning
-from autopart.extras.metrics.part import Measurements
+from autopart.extras.metrics.metrics import Measurements
 from autopart.extras.sampler.sampler import DataPosition
 from autopart.extras.weights.source import weights_for
 from autopart.pipe.forward import fact, verb

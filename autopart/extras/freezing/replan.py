@@ -42,7 +42,6 @@ from autopart.state.contents import driven_names
 from autopart.state.core import Core
 from autopart.state.optimizers import Optimizers
 
-
 WORTH = 0.02
 """Without a number of steps, a plan has to make the step shorter by this part: predictions are not worth more."""
 

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import logging
+import os
 import resource
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from autopart.capture import Captured
-from autopart.ir.cluster import Cluster
-from autopart.ir.graph import Graph
+from autopart.ir.errors import UsageError
 from autopart.ir.plan import Plan
-from autopart.ir.timeline import Span, computing_ns, stage_sums
+from autopart.ir.timeline import Span, Timeline, computing_ns, stage_sums
 from autopart.passes.ops.model_flops import model_flops
 from autopart.report.page.memory import rank_peaks
+from autopart.report.page.page import write_page
 from autopart.session.executors.step_end import StepEnd
 from autopart.session.ranks.listener import Listener
 from autopart.session.session import Session
+from autopart.state.core import Core, Part
+from autopart.state.misuse_guards import refuse_in_training
+from autopart.state.state_dict import gradient_norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +100,7 @@ class Work:
     """What a kind of batch takes.
 
     flops: of a row, forward and backward.  peak_rate: operations per second of the whole cluster, in the dtype of most
-    of them.  tokens: of a row, 0 without token ids.
+    of them.  tokens: of a row: the length of the first input of whole numbers that has one for each row, 0 without.
     """
 
     captured: Captured
@@ -165,30 +170,20 @@ def differs(took: float, said: float) -> bool:
 
 _log = logging.getLogger("autopart")
 
-StageSums = dict[int, tuple[int, int, int]]
-"""Nanoseconds of forwards and of backwards, and the number of micro-batches, by stage."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Own:
-    """The report of one rank.  end_ns, busy_ns: of its actions, 0 if they were not timed."""
+    """The report of one rank.  end_ns, busy_ns: of its actions, 0 if they were not timed.  stages: nanoseconds of
+    forwards and of backwards, and the number of micro-batches, by stage."""
 
     seconds: float
     peak_bytes: int
     end_ns: int
     busy_ns: int
-    stages: StageSums
+    stages: dict[int, tuple[int, int, int]]
 
 
-def measured(
-    session: Session,
-    meter: Meter,
-    *,
-    step: int,
-    grad_norm: float | None,
-    loss_scale: float | None,
-    skipped: bool,
-) -> Metrics:
+def measured(core: Core, session: Session, meter: Meter, grad_norm: float | None) -> Metrics:
     """Return the metrics of the last step.  Collective; from now on steps are timed."""
     plan, world = session.plan, session.world
     own = _Own(
@@ -206,11 +201,11 @@ def measured(
     timed = bool(meter.spans) or any(each.end_ns for each in every)
     meter.timed = True
     found = Metrics(
-        step=step,
+        step=core.steps,
         loss=float(meter.loss) if meter.loss is not None else float("nan"),
         grad_norm=grad_norm,
-        skipped=skipped,
-        loss_scale=loss_scale,
+        skipped=core.skipped > 0,
+        loss_scale=core.scaler.scale if core.scaler is not None else None,
         step_s=seconds,
         predicted_s=meter.predicted_s(session),
         rows_per_s=rows / seconds,
@@ -273,25 +268,15 @@ def _work_of(session: Session, meter: Meter) -> Work:
     """Return what a row of the last batch takes; found once for each kind of batch."""
     captured = session.road.captured
     if meter.work is None or meter.work.captured is not captured:
-        meter.work = _work(captured, session.cluster)
+        graph = captured.graph
+        flops = model_flops(graph)
+        dtype = max(flops, key=flops.__getitem__)
+        peak_rate = sum(device.rate(dtype) for device in session.cluster.devices)
+        values = map(graph.value_map().__getitem__, graph.inputs)
+        ids = (v for v in values if v.dtype in ("int64", "int32") and len(v.shape) == 2 and v.shape[0] == graph.rows)
+        tokens = next((value.shape[1] for value in ids), 0)
+        meter.work = Work(captured, sum(flops.values()) / graph.rows, float(peak_rate), tokens)
     return meter.work
-
-
-def _work(captured: Captured, cluster: Cluster) -> Work:
-    graph = captured.graph
-    flops = model_flops(graph)
-    dtype = max(flops, key=flops.__getitem__)
-    peak_rate = sum(device.rate(dtype) for device in cluster.devices)
-    return Work(captured, sum(flops.values()) / graph.rows, float(peak_rate), _tokens_of_a_row(graph))
-
-
-def _tokens_of_a_row(graph: Graph) -> int:
-    """Return the length of the first input of whole numbers that has one for each row, 0 if there is none."""
-    values = graph.value_map()
-    for value in map(values.__getitem__, graph.inputs):
-        if value.dtype in ("int64", "int32") and len(value.shape) == 2 and value.shape[0] == graph.rows:
-            return value.shape[1]
-    return 0
 
 
 def _peak_bytes(device: torch.device) -> int:
@@ -302,3 +287,56 @@ def _peak_bytes(device: torch.device) -> int:
         return peak
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return resident if sys.platform == "darwin" else resident * 1024
+
+
+class Measurements(Part):
+    """What the steps of a pipe took.  last: the metrics that were asked for last."""
+
+    def __init__(self, core: Core) -> None:
+        super().__init__(core)
+        self.meter = Meter()
+        self.last: Metrics | None = None
+
+    def metrics(self) -> Metrics:
+        """Return what the last step took, the same on every rank: loss, gradient norm, rates, bubble, memory.
+
+        Collective.  The first call begins to time every action of later steps; the metrics of the step before it have
+        no bubble.  Call it before `zero_grad`, or after `clip_grad_norm_`, for the gradient norm.  If 50 steps in a row
+        took more than 20 % more or less than predicted, a line on the logger "autopart" names the stage that differs
+        most.  Raises UsageError before the first step and under an asynchronous schedule.
+        """
+        core = self.core
+        refuse_in_training(core.facts[1], "pipe.metrics()")
+        if not self.meter.seconds:
+            raise UsageError("there was no step yet", where="pipe.metrics()", fix="call it after pipe.step(batch)")
+        with core.session.call("metrics") as session:
+            known = core.clipped if core.clipped[0] == core.steps else None
+            norm = known[1] if known is not None else gradient_norm(session, 2.0)
+            self.last = measured(core, session, self.meter, norm)
+        return self.last
+
+    def report(self, path: str | os.PathLike[str], *, timeline: Timeline | None = None) -> Path | None:
+        """Write the plan that runs, and what was measured of it, as one HTML page that needs no network.
+
+        Call it on all ranks: rank 0 writes and returns the path, others return None.  path: ends in .html.  timeline:
+        a measured step to show beside the simulated one; None: the last one that `timeline` returned under this plan.
+        The memory that `metrics` measured is shown too.  Raises UsageError if it cannot be written.
+        """
+        rank, plan, graph = self.core.facts
+        if rank != 0:
+            return None
+        shown = timeline
+        if shown is None and self.core.timeline is not None and self.core.timeline[0] is plan:
+            shown = self.core.timeline[1]
+        peaks = dict(enumerate(self.last.peak_bytes)) if self.last is not None else {}
+        title = f"autopart: {type(self.core.model).__name__}"
+        return write_page(plan, path, graph=graph, measured=shown, peaks=peaks, title=title)
+
+    def around_step(self, session: Session, batch: Sequence[Any]) -> AbstractContextManager[None]:
+        """Time the step."""
+        return self.meter.step(session)
+
+    @property
+    def listeners(self) -> Sequence[Listener]:
+        """The meter notes the loss of each step."""
+        return (self.meter,)

@@ -43,7 +43,7 @@ class Told:
     extra_state: Mapping[str, Any]
 
 
-def told(
+def report_of(
     core: Core, kept: Kept, optimizer: OptimizerState | None, states: Mapping[str, Any] = MappingProxyType({})
 ) -> Told:
     """Return what this rank tells.  optimizer: what its optimizers hold."""

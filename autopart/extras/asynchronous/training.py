@@ -90,7 +90,8 @@ class Training(Listener):
             yield from self._losses(batches)
         finally:
             if not self._over:  # the loop was left: batches that were taken ahead come again
-                self._core.batches_dropped()
+                for part in self._core.parts.values():
+                    part.batches_dropped()
 
     def _losses(self, batches: Iterable[Any]) -> Iterator[torch.Tensor]:
         source, more = iter(batches), True
@@ -150,7 +151,8 @@ class Training(Listener):
             self.late = wanted > 1
         given = self._fetched.popleft()
         if given.taken:
-            self._core.batch_given()  # also over one that is refused: `train` goes on with the next
+            for part in self._core.parts.values():  # also over one that is refused: `train` goes on with the next
+                part.batch_given()
         found = given.settle()
         if given.about == self._known:  # all ranks have told of the loss of this batch
             self._take(found.loss)
@@ -175,7 +177,8 @@ class Training(Listener):
             arguments = ((END if ended else next(source, END),), {})
             ended = arguments[0][0] is END
             if not ended:
-                self._core.batch_taken()
+                for part in self._core.parts.values():
+                    part.batch_taken()
                 taken = True
                 batch, signature, counts, failure = session.road.own_batch("step", arguments, sharded=False)
         except FAILURES as error:
@@ -262,7 +265,8 @@ class Training(Listener):
 
     def _drop_fetched(self) -> None:
         """Forget the batches that were taken ahead, and what is wrong with them: all ranks have told of as many."""
-        self._core.batches_dropped()
+        for part in self._core.parts.values():
+            part.batches_dropped()
         while self._fetched:
             try:
                 self._fetched.popleft().settle()

@@ -42,7 +42,7 @@ from autopart.runtime.effects import first_line, is_effect
 from autopart.session.ranks.call_sync import STEP_FAILED
 from autopart.session.ranks.listener import Listener
 from autopart.session.session import Session
-from autopart.state.around import Kept, document_of, told
+from autopart.state.around import Kept, document_of, report_of
 from autopart.state.contents import by_keepers, contents_with, own_state, updated_buffers
 from autopart.state.core import Core
 from autopart.state.optimizers import joined
@@ -274,7 +274,7 @@ class Rescue(Listener):
     def _write(self, session: Session, kept: Kept) -> None:
         rank, placement = session.world.rank, session.standing.context.placement
         groups = by_keepers(own_state(session), placement, updated_buffers(session))
-        mine = told(self._core, kept, contents_with(self._core, (), kept.optimizers).optimizer)
+        mine = report_of(self._core, kept, contents_with(self._core, (), kept.optimizers).optimizer)
         document = replace(document_of(self._core, [mine]), world=len(groups))
         for number, (ranks, names) in enumerate(groups.items()):
             if rank in ranks or not ranks:

@@ -146,7 +146,7 @@ class Background(threading.Thread):
     """One save that goes on while training does.
 
     draft: the checkpoint that is written.  failure: what failed, None so far.  told: whether a failure of the save was
-    raised; a later call on all ranks does (`Saver.before_call`).
+    raised; a later call on all ranks does (`Checkpoints.before_call`).
     """
 
     def __init__(self, work: Callable[[threading.Event], None], draft: Draft) -> None:

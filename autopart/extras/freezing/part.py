@@ -63,7 +63,8 @@ class Replanning(Part):
             raise UsageError(f"steps is {steps!r}", fix="pass how many training steps remain")
         found = replan(self.core, steps, given_as("optimizer", optimizer), self._preparing(optimizer), cache)
         if found.adopted:
-            self.core.replanned()
+            for part in self.core.parts.values():
+                part.replanned()
         return found
 
     def _preparing(self, optimizer: GivenOptimizer) -> Preparing:

@@ -93,8 +93,9 @@ class Policy:
         again = self._own - names
         for name in fresh | again:
             parameters[name].requires_grad_(name in again)
-            if name in fresh:
-                _drop_gradient(session, name)
+            held = session.tensors.driven.get(name)
+            if name in fresh and held is not None:
+                held.grad = None  # so that no optimizer moves it
         self._own = (self._own & names) | fresh
         return bool(fresh or again)
 
@@ -109,13 +110,6 @@ def _layer_norms(session: Session, layers: Sequence[Layer]) -> dict[str, float]:
     own = [math.fsum([squares[name] for name in layer.params if name in squares]) for layer in layers]
     sums = map(math.fsum, zip(*session.world.gather_numbers(own), strict=True))
     return {layer.name: math.sqrt(total) for layer, total in zip(layers, sums, strict=True)}
-
-
-def _drop_gradient(session: Session, name: str) -> None:
-    """Forget the gradient of a parameter that is frozen, so that no optimizer moves it."""
-    held = session.tensors.driven.get(name)
-    if held is not None:
-        held.grad = None
 
 
 def _names_of(wanted: object) -> Sequence[str]:

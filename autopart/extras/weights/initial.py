@@ -117,6 +117,8 @@ def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterable[torch.
 
 Method = Callable[[], Any]
 _Initialiser = tuple[str, nn.Module, list[Method], nn.Module | None]
+_META = torch.device("meta")
+"""Where writes to a tensor go that keeps its value."""
 _DONE = "_is_hf_initialized"
 """What transformers marks a module with whose initialisation has run; that of some modules around it asks for it."""
 
@@ -170,7 +172,7 @@ def require_no_leftovers(model: Trained, seed: int) -> None:
 def _written_without_memory(
     model: Trained, wanted: Mapping[str, torch.Tensor], homes: Mapping[str, str], seed: int
 ) -> set[str]:
-    shapes = {homes[name]: _decoy(tensor) for name, tensor in wanted.items()}
+    shapes = {homes[name]: like(tensor, _META) for name, tensor in wanted.items()}
     with _in_place(model, shapes) as every:
         return _run(model, shapes, Draws(seed, every))
 
@@ -259,7 +261,9 @@ def _initialisers(model: Trained) -> Iterator[_Initialiser]:
         outer = module if known else outer
         for key, child in module.named_children():
             yield from below(f"{name}.{key}" if name else key, child, outer)
-        methods = [method for method in (_own_method(module),) if method is not None]
+        own = (getattr(module, method, None) for method in ("reset_parameters", "_reset_parameters"))
+        found = next((method for method in own if inspect.ismethod(method) and _required(method) == 0), None)
+        methods: list[Method] = [found] if found is not None else []
         if outer is not None:
             rule: Any = outer._init_weights
             methods.append(lambda: rule(module))
@@ -279,14 +283,6 @@ def _takes_modules(module: nn.Module, outer: nn.Module | None) -> bool:
     return _required(method) == 1
 
 
-def _own_method(module: nn.Module) -> Method | None:
-    for name in ("reset_parameters", "_reset_parameters"):
-        method = getattr(module, name, None)
-        if inspect.ismethod(method) and _required(method) == 0:
-            return method
-    return None
-
-
 def _required(method: Callable[..., Any]) -> int:
     """Return how many arguments a call has to give."""
     takes = inspect.signature(method).parameters.values()
@@ -298,14 +294,9 @@ def _required(method: Callable[..., Any]) -> int:
 def _in_place(model: Trained, tensors: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
     """Put tensors into the model's places for them, and the meta device everywhere else; yields what is there."""
     own = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    every = {name: tensors[name] if name in tensors else _decoy(tensor) for name, tensor in own}
+    every = {name: tensors[name] if name in tensors else like(tensor, _META) for name, tensor in own}
     with model.holding(every):
         yield every
-
-
-def _decoy(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what takes the writes to a tensor that keeps its value."""
-    return like(tensor, torch.device("meta"))
 
 
 def _require_written(model: Trained, wanted: Iterable[str], written: set[str]) -> None:

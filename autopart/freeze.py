@@ -8,7 +8,6 @@ A policy decides what freezes, since that changes the result of the training; wh
 """
 
 from autopart.extras.freezing.kept.activations import AutoCache
-from autopart.extras.freezing.policies.pipe_transformer import PipeTransformer
-from autopart.extras.freezing.policies.policy import Policy
+from autopart.extras.freezing.policies import PipeTransformer, Policy
 
 __all__ = ["AutoCache", "PipeTransformer", "Policy"]

@@ -98,7 +98,7 @@ def blocks(setting: Setting, folder: str, steps: int) -> Iterator[tuple[Callable
                     pipe.save(folder, optimizer, keep=1, wait=False)
                     calls.append(time.perf_counter() - began)
             # what is not written yet belongs to this block; nothing without a save
-            pipe._core.part(Checkpoints).saver.settle(pipe.session)
+            pipe._core.part(Checkpoints).settle(pipe.session)
 
         block(False)
         yield (

@@ -30,7 +30,7 @@ from common import ratio, spread, write
 from torch import nn
 
 import autopart
-from autopart.extras.freezing.policies.pipe_transformer import closed_form
+from autopart.extras.freezing.policies import closed_form
 from autopart.files.clusters import parse_cluster
 
 WAYS = ("none", "freeze", "replan")

@@ -33,7 +33,7 @@ from torch import nn
 
 from autopart.batch.batch import flatten
 from autopart.capture import CaptureCache
-from autopart.extras.freezing.policies.pipe_transformer import closed_form
+from autopart.extras.freezing.policies import closed_form
 from autopart.files.presets import MEMORY_REACHED, REACHED
 from autopart.ir.cluster import Cluster, Device, Level, Link
 from autopart.options import Options, read_options

@@ -92,7 +92,7 @@ def measure(layers: int, rounds: int) -> list[dict[str, float]]:
                 return make_plan(captures, batch, machines, replace(options, plan=target))
 
             def counted(*given: Any, into: Any = moved) -> Any:
-                pairs = autopart.extras.freezing.moving.moved_bytes(*given)
+                pairs = autopart.extras.freezing.carried.moved_bytes(*given)
                 into.update(pairs)
                 return pairs
 

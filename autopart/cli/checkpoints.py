@@ -16,7 +16,7 @@ from autopart.ir.errors import CheckpointError, UsageError
 if TYPE_CHECKING:
     import torch
 
-    from autopart.files.checkpoints.stored import Stored
+    from autopart.files.checkpoints.tensor_files import Stored
 
 app = typer.Typer(name="checkpoint", help="Show and verify checkpoints, and export their weights.")
 
@@ -24,7 +24,7 @@ Folder = Annotated[Path, typer.Argument(help="The folder given to pipe.save, or 
 
 
 def _facts(path: Path) -> dict[str, object]:
-    from autopart.files.checkpoints.stored import opened
+    from autopart.files.checkpoints.tensor_files import opened
 
     document = read_document(path)
     optimizer = document.optimizer
@@ -83,25 +83,26 @@ def verify(folder: Folder) -> None:
 def _averages(stored: Stored) -> dict[str, torch.Tensor]:
     """Return the averages that a checkpoint holds, by the names of the weights."""
     home = f"{COMPANION}/{AVERAGES}/"
-    names = [name for name in stored.more.by_name if name.startswith(home)]
-    if not names:
+    found = {n.removeprefix(home): each.mapped() for n, each in stored.more.by_name.items() if n.startswith(home)}
+    if not found:
         raise CheckpointError(
             "the checkpoint holds no averages",
             where=str(stored.folder),
             fix="make an autopart.AveragedModel(pipe) before pipe.save, or export without --averages",
         )
-    return {name.removeprefix(home): tensor for name, tensor in stored.more.mapped(names)}
+    return found
 
 
 def _exported(averages: bool, path: Path) -> dict[str, torch.Tensor]:
     """Return the weights of a checkpoint, after comparing the files that they are in with their hashes."""
-    from autopart.files.checkpoints.stored import opened
+    from autopart.files.checkpoints.tensor_files import opened
 
     document = read_document(path)
     stored = opened(path, document)
     read = {name: written for name, written in document.files.items() if name.startswith("model-") or averages}
     require_unchanged(path, read)
-    return dict(stored.weights.mapped(stored.weights.by_name)) | (_averages(stored) if averages else {})
+    weights = {name: each.mapped() for name, each in stored.weights.by_name.items()}
+    return weights | (_averages(stored) if averages else {})
 
 
 @app.command()

@@ -18,7 +18,7 @@ from autopart.ir.errors import UsageError
 from autopart.ir.timeline import Span, Timeline
 from autopart.options import Options
 from autopart.pipe.facts import Facts
-from autopart.pipe.rows import EXTRAS, OfExtras
+from autopart.pipe.rows import EXTRAS, OfExtras, verb
 from autopart.pipe.state import State
 from autopart.report.page.page import plan_fragment
 from autopart.runtime.group.world import World
@@ -37,7 +37,7 @@ from autopart.state.state_dict import empty_foreign, sync_state
 
 
 @short_tracebacks
-class Pipe(Facts, State, OfExtras, ModuleSurface):
+class Pipe(Facts, OfExtras, ModuleSurface):
     """A planned, running training pipeline; made by `autopart.compile`.
 
     With a sample it is planned at once, without one at the first `step`.  It is a context manager; `close` ends it.
@@ -51,7 +51,7 @@ class Pipe(Facts, State, OfExtras, ModuleSurface):
     def __init__(self, captures: CaptureCache, cluster: Cluster, options: Options, sample: Any = None) -> None:
         self._core = core = Core(captures, cluster, options)
         self.companions = core.companions
-        core.add(EXTRAS)
+        core.add((State, *EXTRAS))
         if sample is not None:
             core.bring_up(((sample,), {}))
         elif first := captures.trained.without_values:  # an optimizer made before the first step would drive it
@@ -162,6 +162,24 @@ class Pipe(Facts, State, OfExtras, ModuleSurface):
             yield session.spans
         finally:
             session.spans = None
+
+    @property
+    def steps(self) -> int:
+        """Training steps taken, part of the key of random numbers.  Set it to resume from a state without it."""
+        return self._core.steps
+
+    @steps.setter
+    def steps(self, count: int) -> None:
+        self._core.part(State).set_steps(count)
+
+    gradients = verb(State, State.gradients)
+    clip_grad_norm_ = verb(State, State.clip_grad_norm_)
+    state_dict = verb(State, State.state_dict)
+    local_state_dict = verb(State, State.local_state_dict)
+    load_state_dict = verb(State, State.load_state_dict)
+    sync_model = verb(State, State.sync_model)
+    save_pretrained = verb(State, State.save_pretrained)
+    full_parameters = verb(State, State.full_parameters)
 
     def _repr_html_(self) -> str:
         """Return its plan as a table and a small picture, for notebooks."""

@@ -14,11 +14,11 @@ from autopart.extras.asynchronous.part import Asynchronous
 from autopart.extras.checkpoints.part import Checkpoints
 from autopart.extras.compiled.compiled_costs import compiled_costs
 from autopart.extras.compiled.inductor import Inductor
-from autopart.extras.elastic.part import Devices
+from autopart.extras.elastic.speeds import Speeds
 from autopart.extras.freezing.kept.activations import Activations
 from autopart.extras.freezing.part import Replanning
-from autopart.extras.metrics.part import Measurements
-from autopart.extras.sampler.part import DataOrder
+from autopart.extras.metrics.metrics import Measurements
+from autopart.extras.sampler.sampler import DataPosition
 from autopart.extras.weights.source import weights_for
 from autopart.ir.errors import short_errors
 from autopart.session.lists import BATCH_STEPS, WEIGHTS
@@ -37,8 +37,8 @@ BATCH_STEPS.append(Activations)
 EXTRAS: Sequence[type[Part]] = (
     Checkpoints,
     Measurements,
-    DataOrder,
-    Devices,
+    DataPosition,
+    Speeds,
     Asynchronous,
     Replanning,
 )
@@ -70,7 +70,7 @@ class OfExtras:
     metrics = verb(Measurements, Measurements.metrics)
     report = verb(Measurements, Measurements.report)
 
-    sampler = verb(DataOrder, DataOrder.sampler)
+    sampler = verb(DataPosition, DataPosition.sampler)
 
     @property
     @short_errors
@@ -81,7 +81,7 @@ class OfExtras:
         A rank is named by the median of its last eight steps, its slowness is that of the newest five.  Ranks that have
         become so much faster since the last `replan`, which judges them all, are named too.  Alike on all ranks, and a
         warning names them.  Measured in `step` on CPUs."""
-        return self._core.part(Devices).speeds.stragglers()
+        return self._core.part(Speeds).stragglers()
 
     train = verb(Asynchronous, Asynchronous.train)
     flush = verb(Asynchronous, Asynchronous.flush)

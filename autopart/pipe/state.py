@@ -11,11 +11,11 @@ import torch
 
 from autopart.ir.errors import UsageError
 from autopart.session.ranks.agreement import from_rank
-from autopart.state.core import Core
-from autopart.state.full_parameters import full_parameters
-from autopart.state.misuse_guards import refuse_in_training, short_tracebacks
+from autopart.state.core import Part
+from autopart.state.misuse_guards import refuse_in_training
 from autopart.state.state_dict import (
     clip_gradients,
+    full_parameters,
     gather_gradients,
     load_state,
     local_state,
@@ -25,16 +25,13 @@ from autopart.state.state_dict import (
 )
 
 
-@short_tracebacks
-class State:
+class State(Part):
     """Gradients and state of a pipe, and the number of its steps."""
-
-    _core: Core
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
         """Return the gradient of every trainable parameter by original name, tied ones once, on every rank, on the CPU.
         A missing one is None, a sparse one is dense.  Sends the size of the model: meant for checks."""
-        with self._core.session.call("gradients") as session:
+        with self.core.session.call("gradients") as session:
             return gather_gradients(session)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -42,11 +39,11 @@ class State:
         once.  Returns the norm before, on every rank, like torch.nn.utils.clip_grad_norm_."""
         if norm_type <= 0:
             raise UsageError(f"norm_type is {norm_type}", fix="use a positive number or float('inf')")
-        refuse_in_training(self._core.facts[1], "clipping by the norm of all gradients")
-        with self._core.session.call("clip_grad_norm_") as session:
+        refuse_in_training(self.core.facts[1], "clipping by the norm of all gradients")
+        with self.core.session.call("clip_grad_norm_") as session:
             norm = clip_gradients(session, max_norm, norm_type)
         if norm_type == 2:
-            self._core.clipped = self._core.steps, float(norm)
+            self.core.clipped = self.core.steps, float(norm)
         return norm
 
     def state_dict(self) -> dict[str, Any]:
@@ -54,9 +51,9 @@ class State:
 
         Its own load_state_dict accepts it.  It also holds `steps`, the loss scale and fp32 master weights, which
         torch.save keeps."""
-        with self._core.session.call("state_dict") as session:
-            more = {"scaler": self._core.scaler.state_dict()} if self._core.scaler is not None else {}
-            return whole_state(session, steps=self._core.steps, **more)
+        with self.core.session.call("state_dict") as session:
+            more = {"scaler": self.core.scaler.state_dict()} if self.core.scaler is not None else {}
+            return whole_state(session, steps=self.core.steps, **more)
 
     def local_state_dict(self) -> dict[str, Any]:
         """Return this rank's part of `state_dict`, on the CPU; also after a step that failed.  Not collective.
@@ -65,7 +62,7 @@ class State:
         of the model.  The parts of all ranks together are the whole state: `{**part0, **part1}`.  After an error in
         the script itself, parts may be one optimizer step apart.
         """
-        return local_state(self._core.session, self._core.steps)
+        return local_state(self.core.session, self.core.steps)
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> tuple[list[str], list[str]]:
         """Load a state of the model, the same on every rank, and what else `state_dict` keeps, such as `steps`.
@@ -73,31 +70,31 @@ class State:
         Returns the names that are missing and those that are unexpected, like torch; with strict both raise UsageError.
         Nothing changes when a name or a shape does not fit (UsageError).
         """
-        self._core.require_open()
-        keys = load_state(self._core.captures.trained, self._core.running, state, strict=strict)
+        self.core.require_open()
+        keys = load_state(self.core.captures.trained, self.core.running, state, strict=strict)
         more = remembered(state)
-        self._core.restored = more.get("masters", {})
-        self.steps = more.get("steps", self.steps)
+        self.core.restored = more.get("masters", {})
+        self.set_steps(more.get("steps", self.core.steps))
         if "scaler" in more:
-            self._core.loss_scale.load_state_dict(more["scaler"])
+            self.core.loss_scale.load_state_dict(more["scaler"])
         return keys
 
     def sync_model(self) -> None:
         """Copy the trained values into the model that was compiled, on every rank, so that `model.state_dict()` and
         `model.save_pretrained(...)` have them.  Collective; `close` does it too."""
-        with self._core.session.call("sync_model") as session:
+        with self.core.session.call("sync_model") as session:
             sync_state(session)
-        self._core.synced = self._core.steps
+        self.core.synced = self.core.steps
 
     def save_pretrained(self, /, folder: str | os.PathLike[str], **options: Any) -> None:
         """Copy the trained values into the model, as `sync_model` does, and call its own `save_pretrained` on rank 0.
         Collective; the folder is complete on that host when it returns.
 
         options: of the model's method.  Raises UsageError for a model without it, and on all ranks what it raises."""
-        save = getattr(self._core.model, "save_pretrained", None)
+        save = getattr(self.core.model, "save_pretrained", None)
         if save is None:
             raise UsageError(
-                f"{type(self._core.model).__name__} has no save_pretrained",
+                f"{type(self.core.model).__name__} has no save_pretrained",
                 why="it is a method of models of transformers and diffusers",
                 fix="pipe.save(folder), or state = pipe.state_dict() on every rank and torch.save(state, file) on one",
             )
@@ -105,9 +102,9 @@ class State:
         def written() -> None:
             save(folder, **options)
 
-        with self._core.session.call("save_pretrained") as session:
+        with self.core.session.call("save_pretrained") as session:
             sync_state(session)
-            self._core.synced = self._core.steps
+            self.core.synced = self.core.steps
             from_rank(session.world, 0, "saving the model", written)
 
     @contextmanager
@@ -117,20 +114,15 @@ class State:
         Entering is collective; no step runs inside.  Needs memory for the model, given back at the end.  What is
         written to parameters or buffers inside is lost, and raises UsageError at the end; training goes on exactly.
         """
-        with full_parameters(self._core.session):
-            self._core.whole = True
+        with full_parameters(self.core.session):
+            self.core.whole = True
             try:
                 yield
             finally:
-                self._core.whole = False
+                self.core.whole = False
 
-    @property
-    def steps(self) -> int:
-        """Training steps taken, part of the key of random numbers.  Set it to resume from a state without it."""
-        return self._core.steps
-
-    @steps.setter
-    def steps(self, count: int) -> None:
+    def set_steps(self, count: int) -> None:
+        """Set the number of training steps that were taken."""
         if not isinstance(count, int) or isinstance(count, bool) or count < 0:
             raise UsageError(f"steps is {count!r}", fix="use the number of steps that were taken, an integer")
-        self._core.steps = count
+        self.core.steps = count

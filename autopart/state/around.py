@@ -1,8 +1,9 @@
-"""All of a checkpoint that is not a tensor: the report of each rank, and the document made of them."""
+"""All of a checkpoint that is not a tensor: what each rank tells, and the document made of that."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -10,32 +11,26 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import nn
 
-from autopart.files.checkpoints.document import Document
+from autopart.files.checkpoints.document import Document, OptimizerState
 from autopart.files.checkpoints.values import encoded
 from autopart.ir.errors import CheckpointError, UsageError
-from autopart.session.session import Session
-from autopart.state.companions import Companion, refusal
+from autopart.state.companions import refusal
+from autopart.state.core import Core
 from autopart.state.extra_state import EXTRA_STATE
-from autopart.state.optimizers import OptimizerPart, Optimizers, joined
+from autopart.state.optimizers import Optimizers, joined
 from autopart.state.scaler import LossScaler
 from autopart.state.schedulers import HasState, scheduler_state
 
 
 @dataclass(frozen=True, slots=True)
-class Around:
-    """What is saved beside the tensors of the model, on this rank.
+class Kept:
+    """What belongs to a run, as it was last loaded or saved (`Pipe.load`, `Pipe.save`).  extra: of the user."""
 
-    step: training steps taken.  scaler: state of the loss scaler, None without one.  placeholder: the parameter of a
-    rank without any."""
-
-    step: int
-    scaler: dict[str, Any] | None
+    folder: str | os.PathLike[str]
     optimizers: Optimizers
     schedulers: Sequence[HasState]
-    companions: Mapping[str, Companion]
-    placeholder: nn.Parameter
+    extra: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,40 +38,43 @@ class Told:
     """What each rank tells the others before a checkpoint is written; `alike` has to be alike.  extra_state: of the
     modules for which this rank's counts."""
 
-    optimizer: OptimizerPart | None
+    optimizer: OptimizerState | None
     alike: dict[str, Any]
-    extra_state: dict[str, Any]
-
-    @classmethod
-    def of(
-        cls, part: OptimizerPart | None, around: Around, extra: Any, states: Mapping[str, Any] = MappingProxyType({})
-    ) -> Told:
-        alike = {
-            "scaler": around.scaler,
-            "scheduler": scheduler_state(around.schedulers, around.optimizers),
-            "companions": {title: encoded(each.state(), title) for title, each in around.companions.items()},
-            "extra": encoded(extra, "extra"),
-        }
-        return cls(part and part.without_tensors(), alike, dict(states))
+    extra_state: Mapping[str, Any]
 
 
-def document_of(session: Session, told: Sequence[Told], step: int) -> Document:
+def report_of(
+    core: Core, kept: Kept, optimizer: OptimizerState | None, states: Mapping[str, Any] = MappingProxyType({})
+) -> Told:
+    """Return what this rank tells.  optimizer: what its optimizers hold."""
+    alike = {
+        "scaler": core.scaler.state_dict() if core.scaler is not None else None,
+        "scheduler": scheduler_state(kept.schedulers, kept.optimizers),
+        "companions": {title: encoded(each.state(), title) for title, each in core.companions.items()},
+        "extra": encoded(kept.extra, "extra"),
+    }
+    return Told(optimizer, alike, dict(states))
+
+
+def document_of(core: Core, every: Sequence[Told]) -> Document:
     """Return the document of a checkpoint, without its files; raises on all ranks alike if the ranks differ."""
+    session = core.running
+    assert session is not None
     try:
-        for rank, each in enumerate(told):
-            differing = [key for key, value in told[0].alike.items() if each.alike[key] != value]
+        for rank, each in enumerate(every):
+            differing = [key for key, value in every[0].alike.items() if each.alike[key] != value]
             if differing and differing[0] != "extra":
                 raise CheckpointError(
                     f"the {differing[0]} of ranks 0 and {rank} differ", fix="make and step it alike on every rank"
                 )
-        optimizer = joined([each.optimizer for each in told])
+        optimizer = joined([each.optimizer for each in every])
     except CheckpointError as error:
         raise session.world.known(error) from None
-    alike = dict(told[0].alike)
-    if states := {name: state for each in told for name, state in each.extra_state.items()}:
+    alike = dict(every[0].alike)
+    if states := {name: state for each in every for name, state in each.extra_state.items()}:
         alike["companions"] = {**alike["companions"], EXTRA_STATE: states}
     return Document(
-        step,
+        core.steps,
         torch.__version__,
         version(),
         {},

@@ -26,10 +26,9 @@ from autopart.session.ranks.listener import Listener
 from autopart.session.session import Session
 from autopart.session.step.data import Arguments
 from autopart.state.companions import Companion
-from autopart.state.misuse_guards import watch_optimizers
+from autopart.state.misuse_guards import Open, notice, watch_optimizers
 from autopart.state.scaler import LossScaler
 from autopart.state.state_dict import take_masters
-from autopart.state.torch_calls import Open, notice
 
 P = TypeVar("P", bound="Part")
 NO_PARAMETER = "no_parameter_on_this_rank"
@@ -80,7 +79,7 @@ class Core:
     which gradients were clipped, and their norm before.  restored: fp32 masters of a state that was loaded before the
     first plan.  companions: what checkpoints keep besides, by name.  whole: whether the model has the values of all
     ranks.  timeline: the last one of all ranks, with the plan under which it ran.  unwatch: ends the check of
-    optimizers.
+    optimizers.  parts: by kind; whoever knows what happens calls what they hear of it.
     """
 
     def __init__(self, captures: CaptureCache, cluster: Cluster, options: Options) -> None:
@@ -190,32 +189,12 @@ class Core:
         self.unwatch = watches.close
         return session
 
-    def replanned(self) -> None:
-        """Let all parts follow a plan for the cluster as it was found to be."""
-        for part in self.parts.values():
-            part.replanned()
-
     def now(self) -> Cluster:
         """Return the cluster with its devices as they are found to be now."""
         cluster = self.cluster
         for part in self.parts.values():
             cluster = part.now(cluster)
         return cluster
-
-    def batch_taken(self) -> None:
-        """Let all parts note that a batch was taken before it is given to the pipeline."""
-        for part in self.parts.values():
-            part.batch_taken()
-
-    def batch_given(self) -> None:
-        """Let all parts note that the batch which was taken first is given to the pipeline."""
-        for part in self.parts.values():
-            part.batch_given()
-
-    def batches_dropped(self) -> None:
-        """Let all parts note that batches which were taken and not given will come again."""
-        for part in self.parts.values():
-            part.batches_dropped()
 
     @contextmanager
     def around_step(self, session: Session, batch: Sequence[Any]) -> Iterator[None]:

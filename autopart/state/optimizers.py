@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +24,8 @@ _HOW = ("foreach", "fused", "capturable")
 _MADE = "make the optimizer from pipe.parameters() or pipe.named_parameters(), after the last change of the plan"
 _NEEDED = {"optimizer": ("param_groups", "state"), "scheduler": ("load_state_dict",)}
 Optimizers = Sequence[torch.optim.Optimizer]
+Key = tuple[str, str]
+"""Name of a parameter, and what the optimizer calls a part of its state."""
 GivenOptimizer = torch.optim.Optimizer | Optimizers | None
 """What a call of a user may be given: an optimizer, a list of them, or none."""
 
@@ -48,28 +50,12 @@ def groups_with(optimizers: Optimizers) -> Iterator[tuple[torch.optim.Optimizer,
             yield optimizer, group
 
 
-@dataclass(frozen=True, slots=True)
-class OptimizerPart:
-    """What one rank's optimizers hold.
-
-    groups: options (encoded), names and optimizer of each parameter group.  tensors, values: of the state, by
-    (parameter, key); the values are encoded.
-    """
-
-    groups: tuple[Group, ...]
-    tensors: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
-    values: dict[tuple[str, str], Any] = field(default_factory=dict)
-
-    def without_tensors(self) -> OptimizerPart:
-        """Return a description for other ranks, with None in place of each tensor."""
-        return replace(self, tensors=dict.fromkeys(self.tensors))  # type: ignore[arg-type]
-
-
-def part_of(optimizers: Optimizers, names: Mapping[int, str]) -> OptimizerPart:
-    """Return what optimizers hold.  names: of this rank's parameters by identity, "" for one that stands for none.
+def state_of(optimizers: Optimizers, names: Mapping[int, str]) -> tuple[OptimizerState, dict[Key, torch.Tensor]]:
+    """Return what one rank's optimizers hold: their state without tensors, and these.  names: of this rank's parameters
+    by identity, "" for one that stands for none.
 
     Raises CheckpointError for a parameter that is not among them, and for state that is neither tensors nor JSON."""
-    part = OptimizerPart(groups_of(optimizers, names))
+    found, tensors = OptimizerState("", groups_of(optimizers, names)), dict[Key, torch.Tensor]()
     for optimizer, group in groups_with(optimizers):
         kind = type(optimizer).__name__
         for parameter in group["params"]:
@@ -78,10 +64,12 @@ def part_of(optimizers: Optimizers, names: Mapping[int, str]) -> OptimizerPart:
                 if not name or not isinstance(key, str) or "/" in key:
                     raise CheckpointError(f"the state {key!r} of {kind} cannot be saved", why="its key is not a name")
                 if isinstance(value, torch.Tensor):
-                    part.tensors[name, key] = value
+                    found.tensors[name] = (*found.tensors.get(name, ()), key)
+                    tensors[name, key] = value
                 else:
-                    part.values[name, key] = encoded(value, f"state {key!r} of {name} in {kind}")
-    return part
+                    saved = encoded(value, f"state {key!r} of {name} in {kind}")
+                    found.values.setdefault(name, {})[key] = saved
+    return found, tensors
 
 
 def groups_of(optimizers: Optimizers, names: Mapping[int, str]) -> tuple[Group, ...]:
@@ -126,7 +114,7 @@ def _require_alike(ranks: Sequence[Sequence[Group]]) -> None:
             )
 
 
-def joined(parts: Sequence[OptimizerPart | None]) -> OptimizerState | None:
+def joined(parts: Sequence[OptimizerState | None]) -> OptimizerState | None:
     """Return the state of all ranks' optimizers as one; None if no rank has one.  O(parameters of all ranks).
 
     Raises CheckpointError if the ranks have optimizers of different kinds, or groups that differ in more than their
@@ -138,7 +126,7 @@ def joined(parts: Sequence[OptimizerPart | None]) -> OptimizerState | None:
     first = every[0].groups
     names: list[dict[str, None]] = [{} for _ in first]
     values: dict[str, dict[str, Any]] = {}
-    tensors: dict[str, dict[str, None]] = {}
+    tensors: dict[str, tuple[str, ...]] = {}
     for rank, part in enumerate(every):
         for number, group in enumerate(part.groups):
             differing = sorted(
@@ -154,13 +142,13 @@ def joined(parts: Sequence[OptimizerPart | None]) -> OptimizerState | None:
                     fix="set the options of a group alike on every rank",
                 )
             names[number].update(dict.fromkeys(group.names))
-        for (name, key), value in part.values.items():
-            values.setdefault(name, {})[key] = value
-        for name, key in part.tensors:
-            tensors.setdefault(name, {})[key] = None
+        for name, own in part.values.items():
+            values.setdefault(name, {}).update(own)
+        for name, keys in part.tensors.items():
+            tensors[name] = tuple(dict.fromkeys((*tensors.get(name, ()), *keys)))
     groups = tuple(replace(group, names=tuple(names[number])) for number, group in enumerate(first))
     kind = " + ".join(dict.fromkeys(group.kind for group in groups))
-    return OptimizerState(kind, groups, values, {name: tuple(keys) for name, keys in tensors.items()})
+    return OptimizerState(kind, groups, values, tensors)
 
 
 def matched(ranks: Sequence[Sequence[Group]], saved: OptimizerState) -> tuple[int | None, ...]:
@@ -201,7 +189,7 @@ def check_fits(
     """Return the saved options of each parameter group of optimizers.  Local; changes nothing.
 
     sources: of the groups (`matched`).  Raises CheckpointError for values that no optimizer of this kind has: once this
-    has returned, `adopt_state` cannot fail."""
+    has returned, `give_state` cannot fail."""
     found = []
     for number, ((optimizer, group), source) in enumerate(zip(groups_with(optimizers), sources, strict=True)):
         options = saved.groups[source].options if source is not None else {}
@@ -230,12 +218,12 @@ def _alike(saved: Any, own: Any) -> bool:
     return numbers or isinstance(saved, type(own))
 
 
-def adopt_state(
+def give_state(
     optimizers: Optimizers,
     names: Mapping[int, str],
     options: Sequence[Mapping[str, Any]],
     saved: OptimizerState,
-    tensors: Mapping[tuple[str, str], torch.Tensor],
+    tensors: Mapping[Key, torch.Tensor],
     dtypes: Mapping[str, torch.dtype],
 ) -> None:
     """Give optimizers the saved options and state.  Local; everything was checked before.

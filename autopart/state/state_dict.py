@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -38,12 +39,8 @@ def gather_state(session: Session) -> dict[str, torch.Tensor]:
         {name: whole[original] for name, original in first.items()},
         lambda name: held.get(name, whole[first[name]]),
     )
-    state = {}
-    for name in whole:
-        tensor = gathered[tied.get(name, name)]
-        assert tensor is not None
-        state[name] = tensor
-    return state
+    values = {name: tensor for name, tensor in gathered.items() if tensor is not None}
+    return {name: values[tied.get(name, name)] for name in whole}
 
 
 def local_state(session: Session, steps: int) -> dict[str, Any]:
@@ -264,11 +261,13 @@ def own_norms(session: Session, norm_type: float) -> dict[str, float]:
     """Return the norm of each gradient whose parameter this rank owns a piece of, by name: a piece counts on one rank
     alone."""
     owned = session.standing.context.placement.owned_by(session.world.rank)
-    return {
-        name: float(torch.linalg.vector_norm(_wide(_elements(gradient)), norm_type))
-        for name, gradient in _gradients_here(session).items()
-        if name in owned
-    }
+    found = {}
+    for name, gradient in _gradients_here(session).items():
+        if name in owned:
+            own = gradient if gradient.layout == torch.strided else gradient.coalesce().values()  # others are zeros
+            wide = own.to(torch.promote_types(own.dtype, torch.float64))
+            found[name] = float(torch.linalg.vector_norm(wide, norm_type))
+    return found
 
 
 def _gradients_here(session: Session) -> dict[str, torch.Tensor]:
@@ -292,15 +291,6 @@ def clip_gradients(session: Session, max_norm: float, norm_type: float) -> torch
 def _norm_of(norms: Sequence[float], norm_type: float) -> float:
     """Return the norm of tensors with these norms; 0 without any."""
     return float(torch.linalg.vector_norm(torch.tensor([0.0, *norms], dtype=torch.float64), norm_type))
-
-
-def _wide(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.to(torch.promote_types(gradient.dtype, torch.float64))
-
-
-def _elements(gradient: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a gradient, without the zeros of a sparse one."""
-    return gradient if gradient.layout == torch.strided else gradient.coalesce().values()
 
 
 _THIS_MODELS = "pass a state of this model, as its state_dict() returns it"
@@ -344,3 +334,36 @@ def _foreign_state(missing: Sequence[str], unexpected: Sequence[str]) -> UsageEr
         if names
     ]
     return UsageError(what, why="; ".join(wrong), fix=_THIS_MODELS)
+
+
+@contextmanager
+def full_parameters(session: Session) -> Iterator[None]:
+    """Let the model's tensors point to gathered values inside, and to their own memory again afterwards.  The gathering
+    is collective.  Bytes: those of the model, on every rank, while it lasts.
+
+    What the pipeline trains is untouched, so writes inside are lost: UsageError names one at the end, if torch counted
+    it (a write through `.data` is not).
+    """
+    with session.call("full_parameters"):
+        require_values(session)
+        values = gather_state(session)
+    own = session.captures.trained.tensors()
+    trained = {name: tensor.data for name, tensor in own.items()}
+    try:
+        for name, tensor in own.items():
+            if name in values and values[name].shape == tensor.shape:
+                tensor.data = values[name].to(tensor.device)
+        versions = {name: tensor._version for name, tensor in own.items()}
+        del values
+        yield
+        written = next((name for name, tensor in own.items() if tensor._version != versions[name]), None)
+    finally:
+        for name, tensor in own.items():
+            tensor.data = trained[name]
+    session.tensors.masters.accept()
+    if written is not None:
+        raise UsageError(
+            f"{written} was written to inside pipe.full_parameters()",
+            why="the model has copies of the values there, so the write is lost; training goes on with those before",
+            fix="change a state and load it: state = pipe.state_dict(); ...; pipe.load_state_dict(state)",
+        )

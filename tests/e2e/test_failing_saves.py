@@ -16,7 +16,7 @@ from support.jobs import checkpoint_jobs as jobs
 from support.workers import Workers
 
 import autopart
-from autopart.extras.checkpoints import saver
+from autopart.extras.checkpoints import part
 from autopart.extras.checkpoints.part import Checkpoints
 from autopart.ir.errors import AutopartError
 
@@ -94,7 +94,7 @@ def at_the_end(folder: str, bad: int) -> tuple[str, bool, list[str]]:
 
 def closed_beside_a_step(folder: str) -> str:
     """Close on rank 0 while a save goes on in the background and rank 1 makes a step; returns the error's message."""
-    may_go_on, plain_write = threading.Event(), saver.write_part
+    may_go_on, plain_write = threading.Event(), part.write_part
     message = ""
 
     def late(*args: Any) -> None:
@@ -106,7 +106,7 @@ def closed_beside_a_step(folder: str) -> str:
     jobs.train(pipe, optimizer, scheduler, range(1))
     pipe.save(folder, optimizer, scheduler)
     jobs.train(pipe, optimizer, scheduler, range(1, 2))
-    saver.write_part = late
+    part.write_part = late
     try:
         pipe.save(folder, optimizer, scheduler, wait=False)
         threading.Timer(0.5, may_go_on.set).start()  # while the ranks disagree, or after it
@@ -117,7 +117,7 @@ def closed_beside_a_step(folder: str) -> str:
     except AutopartError as error:
         message = f"{type(error).__name__}: {error}"
     finally:
-        saver.write_part = plain_write
+        part.write_part = plain_write
         with suppress(AutopartError):  # rank 0 has left
             pipe.close()
     return message
@@ -125,9 +125,9 @@ def closed_beside_a_step(folder: str) -> str:
 
 def _end_of_background(pipe: autopart.Pipe) -> None:
     """Wait until the save in the background has failed here, so that the next call knows."""
-    background = pipe._core.part(Checkpoints).saver.background
+    background = pipe._core.part(Checkpoints).background
     if background is not None:
-        background._thread.join()
+        background.join()
 
 
 # -- tests -----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from autopart.cli.entry import main
-from autopart.files.checkpoints.hashes import hashed
+from autopart.files.checkpoints.document import hashed
 from autopart.files.checkpoints.tensor_files import TensorFiles, open_tensors, write_tensors
 from autopart.ir.errors import CheckpointError
 

@@ -16,7 +16,7 @@ from support.workers import Workers
 from torch import nn
 
 import autopart
-from autopart.extras.freezing.policies.pipe_transformer import PipeTransformer, closed_form
+from autopart.extras.freezing.policies import PipeTransformer, closed_form
 from autopart.ir.errors import UsageError
 from autopart.ir.graph import Graph
 from autopart.passes.graph.prefixes import layers_of, prefix_of

@@ -18,8 +18,7 @@ from autopart.costs.profiler import Program
 from autopart.costs.sources import measured, source_for
 from autopart.extras.compiled import compiled_costs as module
 from autopart.extras.compiled.compiled_costs import compiled_costs, saved_by_call
-from autopart.extras.compiled.inductor import Inductor
-from autopart.extras.compiled.segments import segmented
+from autopart.extras.compiled.inductor import Inductor, segmented
 from autopart.files.caches import OpCost
 from autopart.ir.cluster import Device
 from autopart.ir.graph import Graph, Size

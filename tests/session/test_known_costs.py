@@ -11,7 +11,7 @@ from torch import nn
 from autopart.batch.batch import flatten
 from autopart.capture import CaptureCache, Captured
 from autopart.costs.sources import CostedGraph, analytic
-from autopart.extras.freezing.known_costs import known_costs
+from autopart.extras.freezing.replan import known_costs
 from autopart.ir.cluster import Cluster, Device, Level, Link
 from autopart.ir.graph import Size
 

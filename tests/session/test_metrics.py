@@ -18,9 +18,7 @@ from torch import nn
 import autopart
 from autopart.extras.metrics import log
 from autopart.extras.metrics.log import MetricsLog
-from autopart.extras.metrics.measured import drift_line
-from autopart.extras.metrics.meter import DRIFT_STEPS, Meter
-from autopart.extras.metrics.metrics import Metrics
+from autopart.extras.metrics.metrics import DRIFT_STEPS, Meter, Metrics, drift_line
 from autopart.ir.actions import parse_action
 from autopart.ir.errors import UsageError
 from autopart.ir.plan import Plan
@@ -264,7 +262,7 @@ class Steps:
 def test_a_meter_counts_the_steps_that_differ_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     meter, session = Meter(timed=True), Steps(planned())
     clock = iter([moment for seconds in [0.5] * DRIFT_STEPS + [0.1, 0.5] for moment in (0.0, seconds)])
-    monkeypatch.setattr("autopart.extras.metrics.meter.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("autopart.extras.metrics.metrics.time.perf_counter", lambda: next(clock))
     counts = []
     for _ in range(DRIFT_STEPS + 2):
         with meter.step(session):  # type: ignore[arg-type]

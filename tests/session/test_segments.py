@@ -14,7 +14,7 @@ import autopart
 from autopart.batch.batch import flatten
 from autopart.capture import Captured, capture
 from autopart.extras.compiled import inductor
-from autopart.extras.compiled.segments import segmented
+from autopart.extras.compiled.inductor import segmented
 from autopart.ir.errors import RefusedError
 from autopart.runtime.stages.compiled_segment import CompiledSegment, form_of
 from autopart.stagecode.stage_graph import text_of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -29,12 +30,16 @@ def plan(*stages: Stage, micros: int = 4) -> Plan:
 
 def noting(speeds: Speeds, *computed_ns: float, steps: int = SKIPPED + WINDOW) -> Speeds:
     for _ in range(steps):
-        speeds.note(computed_ns)
+        speeds.step_ended(SimpleNamespace(computed_ns=computed_ns))
     return speeds
 
 
+def measured_on(*rates: int) -> Speeds:
+    return Speeds(SimpleNamespace(cluster=cluster(*rates)))
+
+
 def following(*rates: int) -> Speeds:
-    speeds = Speeds(cluster(*rates))
+    speeds = measured_on(*rates)
     speeds.brought_up(plan(*(Stage((f"op{rank}",), (rank,)) for rank in range(len(rates)))))
     return speeds
 
@@ -70,13 +75,14 @@ def test_the_slower_one_of_two_is_named() -> None:
 
 def test_a_rank_that_was_judged_is_named_again_only_for_a_change() -> None:
     speeds = noting(following(1, 1, 1), 10, 10, 40)
-    assert speeds.judge() == (1.0, 1.0, 4.0)
+    assert speeds.slowness() == (1.0, 1.0, 4.0)
+    assert speeds.now(cluster(8, 8, 8)) == cluster(8, 8, 2)
     assert noting(speeds, 10, 10, 40).stragglers() == {}
     assert noting(speeds, 10, 10, 10).stragglers() == {2: 1.0}
 
 
 def test_a_plan_for_the_slow_device_expects_it_to_be_slow() -> None:
-    speeds = Speeds(cluster(8, 8))
+    speeds = measured_on(8, 8)
     machines = slowed(cluster(8, 8), (1.0, 4.0))
     assert [device.flops_per_s for device in machines.devices] == [8, 2]
     assert machines.devices[1].rates == (("float32", 2),) and machines.devices[1].mem_bytes_per_s == 2
@@ -96,7 +102,8 @@ def test_a_rank_is_judged_beside_its_own_first_steps() -> None:
     speeds = noting(following(1, 1), 10, 6)
     assert speeds.stragglers() == {} and speeds.slowness() == (1.0, 1.0)
     assert noting(speeds, 10, 18).stragglers() == {1: pytest.approx(3.0)}
-    assert speeds.judge() == pytest.approx((1.0, 3.0))
+    assert speeds.slowness() == pytest.approx((1.0, 3.0))
+    speeds.now(cluster(1, 1))
     assert noting(speeds, 10, 18).stragglers() == {}
     assert noting(speeds, 10, 6).stragglers() == {1: pytest.approx(1.0)}
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import autopart
-from autopart.extras.weights.stored import StoredValues
+from autopart.extras.weights.source import StoredValues
 from autopart.ir.errors import CheckpointError
 
 CPU = torch.device("cpu")

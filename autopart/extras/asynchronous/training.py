@@ -64,11 +64,11 @@ class _Live:
 class Training(Listener):
     """One call of `pipe.train`; other calls wait until what is in flight has come back.
 
-    update: steps the optimizer of this rank.
+    stepping: the optimizers and schedulers of this rank, in the order of their steps.
     """
 
-    def __init__(self, core: Core, update: Callable[[], None]) -> None:
-        self._core, self._session, self._update = core, core.session, update
+    def __init__(self, core: Core, stepping: Sequence[Any]) -> None:
+        self._core, self._session, self._stepping = core, core.session, stepping
         session = self._session
         self._ahead = len(session.plan.stages) + 1
         self._home = session.standing.executor.home(session.graph.outputs[0])
@@ -90,12 +90,18 @@ class Training(Listener):
             yield from self._losses(batches)
         finally:
             if not self._over:  # the loop was left: batches that were taken ahead come again
-                self._core.batches_dropped()
+                for part in self._core.parts.values():
+                    part.batches_dropped()
 
     def _losses(self, batches: Iterable[Any]) -> Iterator[torch.Tensor]:
         source, more = iter(batches), True
         while more:
-            self._require_going_on()
+            if self._over:
+                raise UsageError(
+                    f"pipe.train was ended by {self._over}",
+                    why="its optimizers update the parameters that this rank had before",
+                    fix="call pipe.train again, with the batches that are left",
+                )
             with self._session.calls.collective("training failed"), self._session.calls.running("training failed"):
                 try:
                     more = self._advance(source)
@@ -105,19 +111,9 @@ class Training(Listener):
                     self._drop_fetched()  # no rank takes another batch
                     raise self._session.world.known(error) from error.__cause__
             while self._ready:
-                yield self._loss_tensor(self._ready.popleft())
-
-    def _loss_tensor(self, loss: float) -> torch.Tensor:
-        output = self._session.graph.value_map()[self._session.graph.outputs[0]]
-        return torch.tensor(loss, dtype=getattr(torch, output.dtype))
-
-    def _require_going_on(self) -> None:
-        if self._over:
-            raise UsageError(
-                f"pipe.train was ended by {self._over}",
-                why="its optimizers update the parameters that this rank had before",
-                fix="call pipe.train again, with the batches that are left",
-            )
+                graph = self._session.graph
+                output = graph.value_map()[graph.outputs[0]]
+                yield torch.tensor(self._ready.popleft(), dtype=getattr(torch, output.dtype))
 
     def before_call(self, name: str) -> None:
         """Let what is in flight come back before any other call."""
@@ -155,9 +151,11 @@ class Training(Listener):
             self.late = wanted > 1
         given = self._fetched.popleft()
         if given.taken:
-            self._core.batch_given()  # also over one that is refused: `train` goes on with the next
+            for part in self._core.parts.values():  # also over one that is refused: `train` goes on with the next
+                part.batch_given()
         found = given.settle()
-        self._learn(given.about, found)
+        if given.about == self._known:  # all ranks have told of the loss of this batch
+            self._take(found.loss)
         if found.ended:
             if self._live is not None:
                 self._empty()
@@ -179,7 +177,8 @@ class Training(Listener):
             arguments = ((END if ended else next(source, END),), {})
             ended = arguments[0][0] is END
             if not ended:
-                self._core.batch_taken()
+                for part in self._core.parts.values():
+                    part.batch_taken()
                 taken = True
                 batch, signature, counts, failure = session.road.own_batch("step", arguments, sharded=False)
         except FAILURES as error:
@@ -221,6 +220,10 @@ class Training(Listener):
             self._engines[key] = executor.stream(len(plan.rows), self._update)
         return _Live(executor, self._engines[key], kind, self._entered, {}), plan
 
+    def _update(self) -> None:
+        for one in self._stepping:
+            one.step()
+
     def _next_plan(self, live: _Live, batch: Batch | None, found: Given, step: int) -> BatchPlan:
         """Return the plan of a batch that follows others of its kind."""
         if batch is None:
@@ -243,11 +246,6 @@ class Training(Listener):
             self._own[number] = weighted_loss(found, live.shares.pop(number))
         return self._own[number]
 
-    def _learn(self, number: int, found: Given) -> None:
-        """Take the loss of a batch from what all ranks told."""
-        if number == self._known:
-            self._take(found.loss)
-
     def _take(self, loss: float) -> None:
         self._ready.append(loss)
         self._own.pop(self._known, None)
@@ -267,7 +265,8 @@ class Training(Listener):
 
     def _drop_fetched(self) -> None:
         """Forget the batches that were taken ahead, and what is wrong with them: all ranks have told of as many."""
-        self._core.batches_dropped()
+        for part in self._core.parts.values():
+            part.batches_dropped()
         while self._fetched:
             try:
                 self._fetched.popleft().settle()

@@ -178,7 +178,14 @@ class AveragedModel(Listener):
         """Refuse what would change or move the averages."""
         if self._inside and name in _CHANGING:
             return _inside(f"pipe.{name}")
-        return _no_adoption() if name == "adopt" else None
+        if name != "adopt":
+            return None
+        return UsageError(
+            "pipe.adopt is called while the weights are averaged (AveragedModel)",
+            why="the averages of each parameter lie on the ranks that keep it under the present plan",
+            fix="pipe.save(folder, optimizer), close the pipe, compile with the other plan, make the AveragedModel and "
+            "pipe.load(folder, optimizer): averages and optimizer state move with the checkpoint",
+        )
 
     def _require_outside(self, call: str) -> None:
         """Raise UsageError if some averages of this pipe are in its parameters."""
@@ -244,13 +251,4 @@ def _inside(call: str) -> UsageError:
         f"{call} is called inside averaged.applied()",
         why="the parameters hold the averages there, and get the trained values back at its end",
         fix="end the block first",
-    )
-
-
-def _no_adoption() -> UsageError:
-    return UsageError(
-        "pipe.adopt is called while the weights are averaged (AveragedModel)",
-        why="the averages of each parameter lie on the ranks that keep it under the present plan",
-        fix="pipe.save(folder, optimizer), close the pipe, compile with the other plan, make the AveragedModel and "
-        "pipe.load(folder, optimizer): averages and optimizer state move with the checkpoint",
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,29 +13,16 @@ from torch import nn
 
 from autopart.capture.python.guards import tied_names
 from autopart.capture.trained import Trained
-from autopart.extras.checkpoints.loading import Staged, Wanted, adopt_optimizers, staged, value_for
-from autopart.extras.checkpoints.saver import require_folder, unwritable
-from autopart.extras.checkpoints.saving import Draft, config_text, publish, write_part
+from autopart.extras.checkpoints.loading import Staged, Wanted, adopt_state, staged, value_for
+from autopart.extras.checkpoints.saving import Draft, config_text, publish, require_folder, write_part, writing
 from autopart.files.checkpoints.document import OPTIMIZER, Document, read_document
 from autopart.files.checkpoints.folders import Root, read_at
-from autopart.files.checkpoints.stored import opened
 from autopart.files.checkpoints.values import decoded, encoded
-from autopart.state.around import version
+from autopart.state.around import Kept, version
 from autopart.state.contents import Contents, tied_once
 from autopart.state.extra_state import EXTRA_STATE, give_extra_state, saved_extra_state, warn_of_unsaved
-from autopart.state.optimizers import (
-    GivenOptimizer,
-    given_as,
-    groups_of,
-    joined,
-    matched,
-    part_of,
-)
-from autopart.state.schedulers import (
-    GivenScheduler,
-    saved_schedulers,
-    scheduler_state,
-)
+from autopart.state.optimizers import GivenOptimizer, given_as, groups_of, joined, matched, state_of
+from autopart.state.schedulers import GivenScheduler, saved_schedulers, scheduler_state
 
 
 def load_into(
@@ -48,17 +36,17 @@ def load_into(
     folder: as for `Pipe.load`.  The checkpoint may have been written by a pipe under any plan, or by `save_from`.
     Everything is read and compared with its hash first: after a CheckpointError nothing has changed.
     """
-    optimizers, schedulers = given_as("optimizer", optimizer), given_as("scheduler", scheduler)
-    own, names = _own(model)
+    kept = Kept(folder, given_as("optimizer", optimizer), given_as("scheduler", scheduler))
     trained = Trained(model)
+    own, names = _own(trained)
+    wanted = Wanted(own, frozenset(own), names, trained, kept)
 
     def read(path: Path) -> tuple[Document, Staged, list[dict[str, Any]]]:
         document = read_document(path)
         saved = document.optimizer
-        sources = matched([groups_of(optimizers, names)], saved) if optimizers and saved is not None else ()
-        wanted = Wanted(own, frozenset(own), names, trained, lambda _, whole: whole)
-        found = staged(opened(path, document), wanted, optimizers, sources, ())
-        return document, found, saved_schedulers(document, schedulers, optimizers, sources)
+        sources = matched([groups_of(kept.optimizers, names)], saved) if kept.optimizers and saved is not None else ()
+        found = staged(path, document, wanted, sources)
+        return document, found, saved_schedulers(document, kept.schedulers, kept.optimizers, sources)
 
     document, found, schedules = read_at(folder, read)
     extra = decoded(document.extra, "extra")
@@ -69,10 +57,7 @@ def load_into(
             trained.load_state_dict(trained.state_dict(), strict=False)
         finally:
             _copy(own, found)  # its state_dict() may round
-    if optimizers and document.optimizer is not None:
-        adopt_optimizers(optimizers, names, document.optimizer, found)
-    for each, state in zip(schedulers, schedules, strict=True):
-        each.load_state_dict(state)
+    adopt_state(document, wanted, found, schedules)
     return extra
 
 
@@ -91,38 +76,32 @@ def save_from(
     step: training steps taken, which the pipe goes on counting.  Else as `Pipe.save`.  Raises CheckpointError."""
     require_folder(folder, keep)
     optimizers, schedulers = given_as("optimizer", optimizer), given_as("scheduler", scheduler)
-    own, names = _own(model)
-    part = part_of(optimizers, names) if optimizers else None
-    more = {} if part is None else {f"{OPTIMIZER}/{key}/{name}": tensor for (name, key), tensor in part.tensors.items()}
-    states, tensors = saved_extra_state(Trained(model).stateful())
-    warn_of_unsaved(Trained(model))
+    trained = Trained(model)
+    own, names = _own(trained)
+    state, held = state_of(optimizers, names) if optimizers else (None, {})
+    states, tensors = saved_extra_state(trained.stateful())
+    tensors |= {f"{OPTIMIZER}/{key}/{name}": tensor for (name, key), tensor in held.items()}
+    warn_of_unsaved(trained)
     document = Document(
         step,
         torch.__version__,
         version(),
         {},
         companions={EXTRA_STATE: states} if states else {},
-        optimizer=joined([part]),
+        optimizer=joined([state]),
         scheduler=scheduler_state(schedulers, optimizers),
         extra=encoded(extra, "extra"),
     )
-    try:
-        root = Root(Path(folder))
-        try:
-            draft = Draft(root.draft(step), document, 0)
-            write_part(draft, Contents(own, more | tensors, part))
-            return publish(draft, root, keep, config_text(model))
-        finally:
-            root.close()
-    except OSError as error:
-        raise unwritable(Path(folder), error) from error
+    with writing(Path(folder)), closing(Root(Path(folder))) as root:
+        draft = Draft(root.draft(step), document, 0)
+        write_part(draft, Contents(own, tensors, state))
+        return publish(draft, root, keep, config_text(model))
 
 
-def _own(model: nn.Module) -> tuple[dict[str, torch.Tensor], Mapping[int, str]]:
+def _own(trained: Trained) -> tuple[dict[str, torch.Tensor], Mapping[int, str]]:
     """Return the parameters and persistent buffers of a model, tied ones once, and the names of its parameters."""
-    trained = Trained(model)
-    tied = tied_names(trained)
-    return tied_once(trained.tensors(), tied), {id(parameter): name for name, parameter in trained.named_parameters()}
+    own = tied_once(trained.tensors(), tied_names(trained))
+    return own, {id(parameter): name for name, parameter in trained.named_parameters()}
 
 
 def _copy(own: Mapping[str, torch.Tensor], found: Staged) -> None:

@@ -11,7 +11,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,13 +21,12 @@ from typing import Any, TypeVar
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from autopart.files.checkpoints.document import Document, write_document
+from autopart.files.checkpoints.document import Document, Written, hashed, write_document
 from autopart.files.checkpoints.folders import Root
-from autopart.files.checkpoints.hashes import Written, hashed
 from autopart.files.checkpoints.tensor_files import INDEX, write_tensors
 from autopart.files.reading import named, read_text, unreadable
 from autopart.files.storage import write_whole
-from autopart.ir.errors import CheckpointError
+from autopart.ir.errors import CheckpointError, UsageError
 from autopart.state.contents import Contents
 
 T = TypeVar("T")
@@ -142,27 +142,28 @@ def publish(draft: Draft, root: Root, keep: int | None, config: str | None) -> P
     return root.publish(draft.folder, keep)
 
 
-class Background:
+class Background(threading.Thread):
     """One save that goes on while training does.
 
     draft: the checkpoint that is written.  failure: what failed, None so far.  told: whether a failure of the save was
-    raised; a later call on all ranks does (`Saver.failure`).
+    raised; a later call on all ranks does (`Checkpoints.before_call`).
     """
 
     def __init__(self, work: Callable[[threading.Event], None], draft: Draft) -> None:
         """Start the work.  It is given an event that tells it to give up."""
+        super().__init__(name="autopart-checkpoint")
         self.draft = draft
         self.failure: BaseException | None = None
         self.told = False
-        self._give_up = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(work,), name="autopart-checkpoint")
-        self._thread.start()
+        self._work, self._give_up = work, threading.Event()
+        self.start()
 
-    def _run(self, work: Callable[[threading.Event], None]) -> None:
+    def run(self) -> None:
+        """Write the checkpoint, in a thread of the lowest priority."""
         if sys.platform == "linux":  # where this is the priority of the thread, and of those that it starts
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         try:
-            work(self._give_up)
+            self._work(self._give_up)
         except BaseException as error:
             self.failure = error
 
@@ -170,7 +171,7 @@ class Background:
         """Wait until it has ended.  give_up: because another rank has failed, so that its part never comes."""
         if give_up:
             self._give_up.set()
-        self._thread.join()
+        self.join()
 
 
 def wait_for_parts(draft: Draft, give_up: threading.Event) -> bool:
@@ -196,3 +197,27 @@ def config_text(model: Any) -> str | None:
     if not isinstance(text, Mapping):
         return None
     return json.dumps({**text, "architectures": text.get("architectures") or [type(model).__name__]}, indent=2)
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Raise errors of the system from inside as CheckpointError.  folder: of the checkpoint."""
+    try:
+        yield
+    except OSError as error:
+        file = next((path for path in (folder, *folder.parents) if path.is_file()), None)
+        why = f"{file} is a file, and a checkpoint is a folder, to which each rank writes its part"
+        fix = "free space or pass another folder; the last complete checkpoint is unharmed, and training can go on"
+        if file is not None:
+            fix = f"pass a folder, such as {file.with_suffix('')}, or move that file"
+        raise CheckpointError(
+            "the checkpoint cannot be written", where=str(folder), why=str(error) if file is None else why, fix=fix
+        ) from error
+
+
+def require_folder(folder: Any, keep: int | None) -> None:
+    """Raise UsageError for arguments of `Pipe.save` that cannot work."""
+    if not isinstance(folder, str | os.PathLike):
+        raise UsageError(f"the folder is a {type(folder).__name__}", fix='pass a path, such as "runs/a"')
+    if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
+        raise UsageError(f"keep is {keep!r}", fix="pass how many checkpoints stay, 1 or more, or None for all")

@@ -48,7 +48,10 @@ def compiled_costs(captured: Captured, device: Device) -> CostedGraph:
     plain = auto(captured, device)
     if plain.source != "measured":
         return plain
-    graph, key = plain.graph, _key(plain.graph, device)
+    graph = plain.graph
+    # Segments end where the layer changes, so modules count.
+    program = f"{environment(device)}\n{graph.shape_digest()}\n{[op.module for op in graph.ops]}"
+    key = hashlib.sha256(program.encode()).hexdigest()
     found = find_program(key)
     if found is None or len(found) != len(graph.ops):
         if not affordable(analytic_costs(captured.graph, device), device, _LARGEST_S):
@@ -60,21 +63,11 @@ def compiled_costs(captured: Captured, device: Device) -> CostedGraph:
             return replace(plain, notes=(*plain.notes, why))
         keep_program(key, found)
     note = f"costs: measured in compiled code, {len(found)} ops"
-    return CostedGraph(without_casts(_with_costs(graph, found)), "compiled", (note,))
-
-
-def _key(graph: Graph, device: Device) -> str:
-    """Return a name for a program on this machine.  Segments end where the layer changes, so modules count."""
-    modules = [op.module for op in graph.ops]
-    return hashlib.sha256(f"{environment(device)}\n{graph.shape_digest()}\n{modules}".encode()).hexdigest()
-
-
-def _with_costs(graph: Graph, costs: Sequence[OpCost]) -> Graph:
     ops = (
         replace(op, cost=replace(op.cost, fwd_ns=forward, bwd_ns=backward, saved_bytes=saved))
-        for op, (forward, backward, saved) in zip(graph.ops, costs, strict=True)
+        for op, (forward, backward, saved) in zip(graph.ops, found, strict=True)
     )
-    return replace(graph, ops=tuple(ops))
+    return CostedGraph(without_casts(replace(graph, ops=tuple(ops))), "compiled", (note,))
 
 
 def _measured(captured: Captured, graph: Graph, where: torch.device) -> tuple[OpCost, ...]:

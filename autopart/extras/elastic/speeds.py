@@ -18,6 +18,7 @@ from autopart.ir.plan import Plan
 from autopart.ir.shares import Division
 from autopart.session.executors.step_end import StepEnd
 from autopart.session.ranks.listener import Listener
+from autopart.state.core import Core, Part
 
 WINDOW, RECENT, SKIPPED = 8, 5, 2
 """Steps by whose median a rank is named, the newest of them, which say how slow it is (when more than half of the
@@ -27,13 +28,13 @@ SLOW, CHANGED = 2.0, 1.5
 _log = logging.getLogger("autopart")
 
 
-class Speeds(Listener):
-    """The measured slowness of each rank under the plan that runs; alike on all ranks, since all note the same.
+class Speeds(Part, Listener):
+    """The part of a pipe that finds slow devices in its steps: the measured slowness of each rank under the plan that
+    runs; alike on all ranks, since all note the same."""
 
-    cluster: the machines as the first plan takes them."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
+    def __init__(self, core: Core) -> None:
+        super().__init__(core)
+        self._before: Sequence[float] = ()  # what was judged before the plan that is being made
         self._planned: tuple[float, ...] = ()
         self._known: tuple[float, ...] = ()
         self._judged: tuple[float, ...] = ()
@@ -42,13 +43,14 @@ class Speeds(Listener):
         self._left = SKIPPED
         self._told: frozenset[int] = frozenset()
 
+    @property
+    def listeners(self) -> Sequence[Listener]:
+        """The speeds follow plans and steps."""
+        return (self,)
+
     def brought_up(self, plan: Plan) -> None:
         """Begin again under a plan that takes no rank for slow."""
-        self.follow(plan, self._cluster)
-
-    def step_ended(self, end: StepEnd) -> None:
-        """Note what each rank computed for."""
-        self.note(end.computed_ns)
+        self.follow(plan, self.core.cluster)
 
     def follow(self, plan: Plan, cluster: Cluster, known: Sequence[float] = ()) -> None:
         """Begin again under a plan for a cluster.  known: how slow the plan takes each rank for; () for 1 each."""
@@ -57,26 +59,28 @@ class Speeds(Listener):
         self._usual = ()
         self._restart()
 
-    def judge(self) -> tuple[float, ...]:
-        """Return how slow each rank is, 1 for as planned on its device; ranks are named again only for a change."""
-        self._judged = self.slowness()
+    def now(self, cluster: Cluster) -> Cluster:
+        """Return the cluster with devices that are slow; ranks are named again only for a change."""
+        self._judged = self._before = self.slowness()
         self._restart()
-        return self._judged
+        return slowed(cluster, self._judged)
+
+    def replanned(self) -> None:
+        """Begin again with a plan that takes devices for as slow as they were judged."""
+        self.follow(self.core.session.plan, slowed(self.core.cluster, self._before), self._before)
 
     def _restart(self) -> None:
         self._rows.clear()
         self._left, self._told = SKIPPED, frozenset()
 
-    def note(self, computed_ns: Sequence[float]) -> None:
-        """Note what each rank computed for in a step, 0 where that was not measured; () if not all have told.
-
-        O(ranks * window)."""
-        if not computed_ns:
+    def step_ended(self, end: StepEnd) -> None:
+        """Note what each rank computed for in a step, if all have told.  O(ranks * window)."""
+        if not end.computed_ns:
             return
         if self._left:
             self._left -= 1
             return
-        self._rows.append(computed_ns)
+        self._rows.append(end.computed_ns)
         found = self.stragglers()
         if not found and not self._usual and len(self._rows) == WINDOW:
             self._usual = tuple(slow / judged for slow, judged in zip(self.slowness(), self._judged, strict=True))
@@ -93,7 +97,12 @@ class Speeds(Listener):
         return self._slowness(list(self._rows)[-RECENT:]) if len(self._rows) == WINDOW else self._judged
 
     def stragglers(self) -> Mapping[int, float]:
-        """Return the ranks whose speed has changed since they were last judged, and how slow they are."""
+        """Ranks whose computes take at least twice as long as planned, compared with the other ranks, or 1.5 times as
+        long as in their first steps under the plan, and how many times as long.
+
+        A rank is named by the median of its last eight steps, its slowness is that of the newest five.  Ranks that have
+        become so much faster since the last `replan`, which judges them all, are named too.  Alike on all ranks, and a
+        warning names them.  Measured in `step` on CPUs."""
         if len(self._rows) < WINDOW:
             return {}
         limit = CHANGED if self._usual else SLOW

@@ -1,12 +1,16 @@
-"""The state of an optimizer and of companions, moved directly to the ranks that keep the parameters under another plan.
+"""The state of an optimizer and of companions, moved directly to the ranks that keep the parameters under another plan,
+and how long all that moves takes on these machines.
 
 The optimizer stays the same object: its parameter groups get the parameters that this rank keeps now, and a scheduler
-that drives it goes on."""
+that drives it goes on.
+"""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -14,35 +18,39 @@ from torch import nn
 
 from autopart.files.checkpoints.document import OptimizerState
 from autopart.ir.errors import CheckpointError, UsageError
+from autopart.ir.graph import Graph
+from autopart.ir.shares import overlap, whole
+from autopart.runtime.group.world import World
 from autopart.runtime.messages.moves import move_tensors
 from autopart.session.executors.context import RankContext
+from autopart.session.placement import Placement, routes
 from autopart.session.ranks.agreement import together
 from autopart.session.session import Session
 from autopart.state.contents import driven_names
-from autopart.state.optimizers import Optimizers, adopt_state, groups_with, joined, part_of
+from autopart.state.core import Core
+from autopart.state.optimizers import Key, Optimizers, give_state, groups_with, joined, state_of
 
 _MOVING = "moving the optimizer's state to another plan"
 T = TypeVar("T")
-Key = tuple[str, str]
-"""Name of a parameter, and what the optimizer calls a part of its state."""
 
 
-def carrying(session: Session, optimizers: Optimizers, placeholder: nn.Parameter) -> Callable[[RankContext], None]:
+def carrying(core: Core, optimizers: Optimizers) -> Callable[[RankContext], None]:
     """Check this rank's optimizers, and return what moves its state once the ranks hold what another plan gives them.
 
-    placeholder: the parameter of a rank that trains none.  Collective, and so is what is returned.  Raises UsageError
-    on all ranks, before anything is changed, for state that has no name, and for optimizers that differ between ranks.
-    Bytes sent: of the state of the parameters that move, each from one rank to the ranks that keep it now."""
+    Collective, and so is what is returned.  Raises UsageError on all ranks, before anything is changed, for state that
+    has no name, and for optimizers that differ between ranks.  Bytes sent: of the state of the parameters that move,
+    each from one rank to the ranks that keep it now."""
+    session = core.session
     world = session.world
     require_whole(session.standing.context)
     with together(world, _MOVING):
-        names = driven_names(session, placeholder)
+        names = driven_names(core)
         try:
-            part = part_of(optimizers, names)
+            state, tensors = state_of(optimizers, names)
         except CheckpointError as error:
             raise _not_carried(error) from error
-    kinds = {key: torch.empty_like(tensor, device="meta") for key, tensor in part.tensors.items()}
-    told = world.gather_objects((part.without_tensors(), kinds))
+    kinds = {key: torch.empty_like(tensor, device="meta") for key, tensor in tensors.items()}
+    told = world.gather_objects((state, kinds))
     try:
         whole = joined([each for each, _ in told])
     except CheckpointError as error:
@@ -66,8 +74,9 @@ def carrying(session: Session, optimizers: Optimizers, placeholder: nn.Parameter
         sizes = {key: kind.nbytes for key, kind in where.items()}
         found = spread(having, {key: wanting.get(key[0], ()) for key in where}, sizes)
         routes = [(_joined(key), source, target) for key, source, target in found]
-        move_tensors(world, routes, {_joined(key): tensor for key, tensor in {**part.tensors, **arriving}.items()})
-        _give(optimizers, whole, {**part.tensors, **arriving}, _kept(session, context, optimizers, names), placeholder)
+        here = tensors | arriving
+        move_tensors(world, routes, {_joined(key): tensor for key, tensor in here.items()})
+        _give(optimizers, whole, here, _kept(session, context, optimizers, names), core.placeholder)
 
     return moved
 
@@ -136,8 +145,69 @@ def _give(
     for optimizer in optimizers:
         optimizer.state.clear()
     names = {id(parameter): name for name, parameter in kept.items()} | {id(placeholder): ""}
-    adopt_state(optimizers, names, [{}] * len(groups), whole, tensors, {})
+    give_state(optimizers, names, [{}] * len(groups), whole, tensors, {})
 
 
 def _not_carried(error: CheckpointError) -> UsageError:
     return UsageError("the state of the optimizer cannot move to another plan", why=str(error), fix=error.fix)
+
+
+Pairs = Mapping[tuple[int, int], int]
+"""Bytes by sending and receiving rank."""
+PROBE_SHARE, LEAST_PROBE, MOST_PROBE = 0.05, 1 << 20, 32 << 20
+"""Part of what moves that is sent on trial, and its limits in bytes for each pair of ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptBytes:
+    """The bytes that a rank keeps besides the tensors of the model, by parameter.
+
+    state: of the optimizer.  beside: of the master weight and the gradient, of parameters that the rank owns.
+    """
+
+    state: Mapping[str, int]
+    beside: Mapping[str, int]
+
+
+def moved_bytes(graph: Graph, old: Placement, new: Placement, kept: Sequence[KeptBytes]) -> dict[tuple[int, int], int]:
+    """Return the bytes that move when `new` follows `old`, by the pair of ranks.
+
+    kept: by each rank.  Tensors, masters and gradients come from the rank that owns them (`placement.relocate`), the
+    optimizer's state from any that has it (`carried.spread`).  O(parameters * ranks)."""
+    sizes = {param.name: param.size_bytes for param in graph.params}
+    beside = {name: size for own in kept for name, size in own.beside.items()}
+    pairs: Counter[tuple[int, int]] = Counter()
+    for (piece, needed), source, target in routes(old.owners, old.holders, new.holders):
+        pairs[source, target] += int(sizes.get(piece.name, 0) * overlap(piece, needed))
+    for (piece, needed), source, target in routes(old.owners, old.keepers, new.keepers):
+        pairs[source, target] += int(beside.get(piece.name, 0) * piece.parts * overlap(piece, needed))
+    having: dict[str, list[int]] = {}
+    state: dict[str, int] = {}
+    for rank, own in enumerate(kept):
+        for name, size in own.state.items():
+            having.setdefault(name, []).append(rank)
+            state.setdefault(name, size)
+    for name, source, target in spread(having, {name: new.keepers.get(whole(name), ()) for name in having}, state):
+        pairs[source, target] += state[name]
+    return dict(pairs)
+
+
+def predicted_s(world: World, pairs: Pairs) -> float:
+    """Return the seconds that moving these bytes will take, from sending a part of them.  Collective; equal on all
+    ranks.  Takes about a twentieth of that time, and memory for `MOST_PROBE` bytes for each pair of a rank."""
+    moving = {pair: size for pair, size in sorted(pairs.items()) if size and pair[0] != pair[1]}
+    if not moving or world.size == 1:
+        return 0.0
+    largest = max(moving.values())
+    part = min(1.0, max(PROBE_SHARE, LEAST_PROBE / largest), MOST_PROBE / largest)
+    probes = {
+        f"{source}>{target}": torch.zeros(max(1, int(size * part)), dtype=torch.uint8)
+        for (source, target), size in moving.items()
+        if world.rank in (source, target)
+    }
+    probed = [(f"{source}>{target}", source, target) for source, target in moving]
+    world.gather_numbers([0.0])  # all begin at once
+    began = time.perf_counter()
+    move_tensors(world, probed, probes)
+    taken = max(row[0] for row in world.gather_numbers([time.perf_counter() - began]))
+    return taken / part

@@ -7,11 +7,10 @@ from functools import partial
 
 from autopart.extras.freezing.carried import carrying
 from autopart.extras.freezing.kept.activations import AutoCache
-from autopart.extras.freezing.replan import Replanned, replan, state_bytes_of
+from autopart.extras.freezing.replan import Replanned, replan
 from autopart.ir.errors import UsageError
 from autopart.ir.plan import Plan
 from autopart.session.session import Preparing
-from autopart.state.contents import driven_names
 from autopart.state.core import Part
 from autopart.state.optimizers import GivenOptimizer, given_as
 
@@ -62,14 +61,13 @@ class Replanning(Part):
         """
         if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 0):
             raise UsageError(f"steps is {steps!r}", fix="pass how many training steps remain")
-        session = self.core.session
-        sizes = state_bytes_of(given_as("optimizer", optimizer), driven_names(session, self.core.placeholder))
-        found = replan(session, self.core.now(), steps, sizes, self._preparing(optimizer), cache)
+        found = replan(self.core, steps, given_as("optimizer", optimizer), self._preparing(optimizer), cache)
         if found.adopted:
-            self.core.replanned()
+            for part in self.core.parts.values():
+                part.replanned()
         return found
 
     def _preparing(self, optimizer: GivenOptimizer) -> Preparing:
         if not (optimizers := given_as("optimizer", optimizer)):
             return lambda: lambda _: None
-        return partial(carrying, self.core.session, optimizers, self.core.placeholder)
+        return partial(carrying, self.core, optimizers)

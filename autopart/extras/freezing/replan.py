@@ -1,37 +1,126 @@
-"""Whether another plan pays for the steps that remain, with what it takes to change to it."""
+"""Whether another plan pays for the steps that remain, with what it takes to change to it.
+
+The plan that runs and those that may follow it are judged by one set of costs.  Measured again while a device is slow,
+ops would take as long as the machine lets them at that moment, and two plans would differ by that alone.  So where
+devices have become slower, or faster, nothing is measured: the times under which the plan that runs was made are
+extended to other sizes, and to devices of other speeds, as the planner does (`passes.ops.cost_model`).  Where they are
+not known, since that plan was given or layers have frozen since, ops are measured once at the moment: both plans are
+then wrong by the same factor.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
-from autopart.costs.sources import costed, source_for
-from autopart.extras.freezing.behind import Behind, Specs, behind_frozen, zeros
+from autopart.capture import Captured
+from autopart.costs.sources import CostedGraph, CostSource, costed, source_for
+from autopart.extras.freezing.carried import KeptBytes, Pairs, moved_bytes, predicted_s
 from autopart.extras.freezing.kept.activations import AutoCache, activations_of
-from autopart.extras.freezing.known_costs import known_costs
-from autopart.extras.freezing.moving import KeptBytes, Pairs, moved_bytes, predicted_s
-from autopart.ir.cluster import Cluster
-from autopart.ir.errors import PlanError, RefusedError
+from autopart.extras.freezing.kept.code import frozen_code
+from autopart.ir.cluster import Cluster, Device
+from autopart.ir.errors import AutopartError, PlanError, RefusedError, UsageError
 from autopart.ir.graph import Size
 from autopart.ir.plan import Decision, Plan
 from autopart.options import Options
+from autopart.passes.ops.cost_model import CostModel
 from autopart.passes.program.projection import check_gradients_stay
+from autopart.passes.program.schedules import find
 from autopart.passes.simulation.estimate import estimate
-from autopart.planning.make import make_plan
+from autopart.planning.make import Planned, make_plan
 from autopart.planning.simulated import estimated_plan
 from autopart.session.executors.kinds import projected
 from autopart.session.placement import placement_of
 from autopart.session.ranks.agreement import from_rank, together
 from autopart.session.session import Preparing, Session
+from autopart.session.step.parts import micro_cut
+from autopart.state.contents import driven_names
+from autopart.state.core import Core
 from autopart.state.optimizers import Optimizers
 
 WORTH = 0.02
 """Without a number of steps, a plan has to make the step shorter by this part: predictions are not worth more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """A plan that begins behind the frozen layers.
+
+    kept: the values that it begins with, of the batch that it was made for.  reading_s, computing_s: seconds that a
+    rank takes in a step to read them, and to compute them instead.  hits: the part of the samples that fits.  first:
+    steps until each sample came once, 0 if that is not known.
+    """
+
+    planned: Planned
+    kept: tuple[tuple[str, torch.Tensor], ...]
+    reading_s: float
+    computing_s: float
+    hits: float
+    first: int
+
+    @property
+    def beside_s(self) -> float:
+        """Seconds of a step for activations, once each sample that fits is kept."""
+        return self.hits * self.reading_s + (1 - self.hits) * self.computing_s
+
+    def once_s(self, steps: int) -> float:
+        """Seconds more that the steps take in which the samples come for the first time."""
+        return min(self.first, steps) * max(0.0, self.computing_s - self.beside_s)
+
+
+def behind_frozen(session: Session, cluster: Cluster, cache: AutoCache, options: Options) -> Behind | str:
+    """Return the best plan that begins behind the frozen layers, or why there is none.  Local, on rank 0.
+
+    Computes the values twice for the batch that was planned for, and reads them once.  Raises RefusedError if the
+    frozen layers are no function of each sample alone, and UsageError with schedules and slices that know no cache.
+    """
+    captures, batch = session.captures, session.batch.plain
+    _refuse_options(options)
+    code = frozen_code(captures, batch, max(session.plan.micro_rows), session.world.device)
+    if not code.values:
+        return "no layer is frozen whose activations could be kept"
+    if any(code.captured.tensors[name].is_meta for name in code.tensors):
+        return "rank 0 has no values of some frozen layers, which the planner would time"
+    begun, computing_s, reading_s = activations_of(session).tried(batch, code, cache)
+    try:
+        planned = make_plan(captures, begun, cluster, options)
+    except RefusedError:
+        raise
+    except AutopartError as error:  # an option may name a layer that is not planned any more
+        return f"without the frozen layers there is no plan: {error}"
+    weights = sum(code.captured.tensors[name].nbytes for name in code.tensors)
+    peak = max((estimate.peak_bytes for estimate in planned.plan.estimates), default=0)
+    if peak + weights > cluster.least_memory_bytes((0,)):
+        return "the ranks that are given data have no memory for the frozen layers"
+    rows = batch.rows or 1
+    division = planned.plan.stages[0].division
+    windows = [division.windows(micro, own) for micro, own in enumerate(micro_cut(rows, planned.plan.micro_rows))]
+    own_rows = [sum(window.end - window.first for window in of_rank) for of_rank in zip(*windows, strict=True)]
+    share = float(max(own_rows)) / rows
+    size = sum(tensor.nbytes for _, tensor in begun.kept) / rows
+    room = (cache.memory_bytes + cache.disk_bytes) * len(planned.plan.stages[0].ranks) / size
+    hits = 1.0 if cache.samples is None else min(1.0, room / cache.samples)
+    first = 0 if cache.samples is None else -(-cache.samples // rows)
+    return Behind(planned, begun.kept, reading_s * share, computing_s * share, hits, first)
+
+
+def _refuse_options(options: Options) -> None:
+    if options.schedule != "auto" and not find(options.schedule).synchronous:
+        raise UsageError(
+            f"activations cannot be kept under schedule {options.schedule!r}",
+            why="its batches enter through pipe.train, which takes no names of samples",
+            fix="compile with a synchronous schedule, or leave cache= out of pipe.replan",
+        )
+    if options.token_slices is not None:
+        raise UsageError(
+            "activations cannot be kept while sequences are cut into slices",
+            fix="compile without token_slices=, or leave cache= out of pipe.replan",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +154,15 @@ class _Proposal:
     """What rank 0 tells all ranks: the best plan, whether it is the one that runs, the seconds of a step of that one
     (None if it cannot go on), and the bytes that move.
 
-    specs: what the plan begins with, () if with the batch.  beside_s, once_s: seconds for that in a step, and once.
-    note: why the plan does not begin behind frozen layers, if that was asked.
+    begun: what the plan begins with, without numbers; () if with the batch.  beside_s, once_s: seconds for that in a
+    step, and once.  note: why the plan does not begin behind frozen layers, if that was asked.
     """
 
     plan: Plan
     runs: bool
     now_s: float | None
     pairs: Pairs
-    specs: Specs = ()
+    begun: tuple[tuple[str, torch.Tensor], ...] = ()
     beside_s: float = 0.0
     once_s: float = 0.0
     note: str = ""
@@ -85,19 +174,20 @@ class _Proposal:
 
 
 def replan(
-    session: Session,
-    machines: Cluster,
-    steps: int | None,
-    state_bytes: Mapping[str, int],
-    prepare: Preparing,
-    cache: AutoCache | None = None,
+    core: Core, steps: int | None, optimizers: Optimizers, prepare: Preparing, cache: AutoCache | None
 ) -> Replanned:
     """Plan again for the model as it is, and continue under that plan if it pays.  Collective; see `Pipe.replan`.
 
-    machines: the cluster with its devices as fast as they are now.  state_bytes: of the optimizer's state of each
-    parameter on this rank.  prepare: as for `Session.adopt`.  cache: for the activations of frozen layers, None for the
-    one that was given before."""
-    world = session.world
+    prepare: as for `Session.adopt`.  cache: for the activations of frozen layers, None for the one that was given
+    before."""
+    session = core.session
+    world, machines, names = session.world, core.now(), driven_names(core)
+    state_bytes = {
+        names[id(parameter)]: sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor))
+        for optimizer in optimizers
+        for parameter, state in optimizer.state.items()
+        if id(parameter) in names
+    }
     begun: list[tuple[str, torch.Tensor]] = []
     with session.call("replan"):
         began = time.perf_counter()
@@ -106,7 +196,7 @@ def replan(
             session.captures(session.batch.plain, Size(max(session.plan.micro_rows)))  # so that every rank watches it
             if cache is not None:
                 activations_of(session).open(cache)
-        known = world.gather_objects(KeptBytes({**state_bytes}, _beside(session)))
+        known = world.gather_objects(KeptBytes(state_bytes, _beside(session)))
         proposal = from_rank(world, 0, "planning", partial(_proposed, session, machines, known, steps, begun))
         planning_s = time.perf_counter() - began
         preparing_s = max(row[0] for row in world.gather_numbers([session.standing.preparing_s]))
@@ -116,13 +206,13 @@ def replan(
     took_s = moving_s = 0.0
     if adopted:
         began = time.perf_counter()
-        session.adopt(plan, prepare, begun or zeros(proposal.specs))
+        session.adopt(plan, prepare, begun or [(n, torch.zeros_like(t, device="cpu")) for n, t in proposal.begun])
         activations_of(session).beside_s = proposal.beside_s
         took = world.gather_numbers([time.perf_counter() - began, session.standing.moving_s])
         took_s, moving_s = (max(column) for column in zip(*took, strict=True))
     return Replanned(
         plan, adopted, reason, proposal.now_s or float("inf"), proposal.then_s, sum(proposal.pairs.values()), pause_s,
-        took_s, moving_s, planning_s, bool(proposal.specs), proposal.beside_s,
+        took_s, moving_s, planning_s, bool(proposal.begun), proposal.beside_s,
     )  # fmt: skip
 
 
@@ -166,8 +256,8 @@ def _proposed(
     pairs = moved_bytes(best.captured.graph, session.standing.context.placement, placement, kept)
     if behind is None:
         return _Proposal(best.plan, runs, now_s, pairs, note=note)
-    once_s = behind.once_s(steps or 0)
-    return _Proposal(best.plan, runs, now_s, pairs, behind.specs, behind.beside_s, once_s)
+    shapes = tuple((name, torch.empty_like(tensor, device="meta")) for name, tensor in begun)
+    return _Proposal(best.plan, runs, now_s, pairs, shapes, behind.beside_s, behind.once_s(steps or 0))
 
 
 def _asked(session: Session, cluster: Cluster) -> Options:
@@ -219,7 +309,7 @@ def _judged(proposal: _Proposal, steps: int | None, pause_s: float) -> tuple[boo
     if now_s is None:
         return True, f"the plan that ran has no place for what learns now{noted}"
     gain_s = now_s - then_s
-    reading = f", with {proposal.beside_s * 1e3:.1f} ms for activations that are kept" if proposal.specs else ""
+    reading = f", with {proposal.beside_s * 1e3:.1f} ms for activations that are kept" if proposal.begun else ""
     compared = f"a step would take {then_s * 1e3:.1f} ms{reading} instead of {now_s * 1e3:.1f} ms (simulated)"
     if steps is None:
         return gain_s >= WORTH * now_s, f"{compared}, {gain_s / now_s:.0%} less; {WORTH:.0%} are asked{noted}"
@@ -230,11 +320,20 @@ def _judged(proposal: _Proposal, steps: int | None, pause_s: float) -> tuple[boo
     )
 
 
-def state_bytes_of(optimizers: Optimizers, names: Mapping[int, str]) -> dict[str, int]:
-    """Return the bytes of the optimizers' state by parameter.  names: of parameters by identity."""
-    return {
-        names[id(parameter)]: sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor))
-        for optimizer in optimizers
-        for parameter, state in optimizer.state.items()
-        if id(parameter) in names
-    }
+def known_costs(known: CostedGraph, device: Device, otherwise: str | CostSource) -> CostSource:
+    """Return a source of costs that extends `known` and measures nothing.
+
+    known: costs of the program at one size on `device`.  otherwise: the source for other programs than that.
+    """
+    digest = known.graph.structure_digest()
+
+    def source(captured: Captured, on: Device) -> CostedGraph:
+        graph = captured.graph
+        if graph.structure_digest() != digest:
+            return costed(captured, on, otherwise)
+        other = None if graph.size == known.graph.size else graph
+        costs = CostModel(known.graph, other, (device, on)).graph(graph.size, 1).ops
+        ops = tuple(replace(op, cost=own.cost) for op, own in zip(graph.ops, costs, strict=True))
+        return CostedGraph(replace(graph, ops=ops), known.source, known.notes)
+
+    return source

@@ -5,16 +5,18 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset, Sampler
 
 from autopart.ir.errors import AutopartError, UsageError
+from autopart.session.session import Session
 from autopart.state.companions import refusal, require_integer
+from autopart.state.core import Core, Part
 
 _log = logging.getLogger("autopart")
 
@@ -36,14 +38,17 @@ class Order:
         return torch.randperm(self.size, generator=generator)
 
 
-class DataPosition:
-    """How far training has come in its data; a companion of checkpoints.
+class DataPosition(Part):
+    """The part of a pipe that counts the samples of its steps: how far training has come in its data, which checkpoints
+    keep, and samplers that go on from there.
 
     It moves with the batches that are given to the pipe, not with those that a loader takes ahead.  ahead: where it
     will be after each batch that `Pipe.train` has taken and not given yet: a new iteration begins behind these.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, core: Core) -> None:
+        super().__init__(core)
+        core.companions["data"] = self
         self.order: Order | None = None
         self.epoch = self.consumed = 0
         self.ahead: deque[tuple[int, int]] = deque()
@@ -53,14 +58,41 @@ class DataPosition:
         """Rows of a batch, samples after which the epoch ends, and those that were handed out, while an iteration is in
         use; 0: none is."""
         self.dropped = False
-        self._refused: tuple[Any, ...] = ()
+        self._refused: Sequence[Any] = ()
+
+    def sampler(
+        self, dataset: Any, rows: int, *, seed: int = 0, shuffle: bool = True, drop_last: bool = False
+    ) -> PositionedSampler:
+        """Return a batch sampler for `DataLoader(dataset, batch_sampler=...)`, alike on every rank.
+
+        The order of samples depends only on (seed, epoch).  `save` saves the position, counted in the samples of steps,
+        and after `load` the iteration continues there: each sample comes once in an epoch, even if the plan, the ranks
+        or `rows` change.  During an iteration every `step` counts as one batch.  Raises UsageError for a dataset
+        without a length, and if dataset size, seed or shuffle differ from those of the position.
+        """
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+            raise UsageError(
+                f"pipe.sampler was given a {type(dataset).__name__}, which has no indices",
+                why="an order of samples needs a dataset with a length",
+                fix="use a map-style dataset (__len__ and __getitem__), or keep the stream's position in extra= of "
+                "save",
+            )
+        for name, value, least in (("rows", rows, 1), ("seed", seed, 0)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise UsageError(
+                    f"{name} is {value!r}", where="pipe.sampler", fix=f"pass an integer of at least {least}"
+                )
+        size = len(dataset)
+        if size < (rows if drop_last else 1):
+            raise UsageError(f"the dataset has {size} samples, too few for a batch of {rows}", where="pipe.sampler")
+        return PositionedSampler(self, Order(size, seed, bool(shuffle)), rows, drop_last)
 
     @property
     def next(self) -> tuple[int, int]:
         """The epoch that the next batch is in, and the samples of it that come before."""
         return self.ahead[-1] if self.ahead else (self.epoch, self.consumed)
 
-    def take(self) -> None:
+    def batch_taken(self) -> None:
         """Note that a batch was taken ahead, if batches come from a sampler."""
         if self.dropped:
             raise UsageError(
@@ -76,21 +108,21 @@ class DataPosition:
             epoch, consumed, self.end = epoch + 1, 0, 0
         self.ahead.append((epoch, consumed))
 
-    def drop(self) -> None:
+    def batches_dropped(self) -> None:
         """Forget the batches that were taken ahead: they come again."""
         if self.ahead:
             self.dropped, self.end, self.turn = True, 0, self.turn + 1
             self.ahead.clear()
 
-    def advance(self) -> None:
+    def batch_given(self) -> None:
         """Count the samples of one batch that the pipe is given, if its batches come from a sampler."""
         if not self.ahead:
-            self.take()
+            self.batch_taken()
         if self.ahead:
             self.epoch, self.consumed = self.ahead.popleft()
 
     @contextmanager
-    def counting(self, *batch: Any) -> Iterator[None]:
+    def around_step(self, session: Session, batch: Sequence[Any]) -> Iterator[None]:
         """Count the batch of a step at its end, also if it is refused, as a loop then goes on with the next; once if
         the same objects are given again after that."""
         again = any(one is not None for one in batch) and [*map(id, batch)] == [*map(id, self._refused)]
@@ -102,7 +134,7 @@ class DataPosition:
             raise
         finally:
             if not again:
-                self.advance()
+                self.batch_given()
 
     def begin(self, size: int, rows: int, *, drop_last: bool) -> tuple[int, int, int]:
         """Begin an iteration: return the epoch, and the first and the last sample of it that come."""
@@ -127,14 +159,7 @@ class DataPosition:
         """Return the order and the position; {} if no sampler was ever made."""
         if self.order is None:
             return {}
-        order = self.order
-        return {
-            "size": order.size,
-            "seed": order.seed,
-            "shuffle": order.shuffle,
-            "epoch": self.epoch,
-            "consumed": self.consumed,
-        }
+        return {**asdict(self.order), "epoch": self.epoch, "consumed": self.consumed}
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """Return nothing: a position is numbers."""
@@ -229,22 +254,3 @@ class PositionedSampler(Sampler[list[int]]):
                 why="samples would be left out or come twice in the epoch",
                 fix="use the dataset, seed= and shuffle= of the run that was saved; a pipe has one order of samples",
             )
-
-
-def sampler_of(
-    position: DataPosition, dataset: Any, rows: int, seed: int, *, shuffle: bool, drop_last: bool
-) -> PositionedSampler:
-    """Return a sampler over a dataset that moves a position.  Raises UsageError for what has no order or size."""
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-        raise UsageError(
-            f"pipe.sampler was given a {type(dataset).__name__}, which has no indices",
-            why="an order of samples needs a dataset with a length",
-            fix="use a map-style dataset (__len__ and __getitem__), or keep the stream's position in extra= of save",
-        )
-    for name, value, least in (("rows", rows, 1), ("seed", seed, 0)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise UsageError(f"{name} is {value!r}", where="pipe.sampler", fix=f"pass an integer of at least {least}")
-    size = len(dataset)
-    if size < (rows if drop_last else 1):
-        raise UsageError(f"the dataset has {size} samples, too few for a batch of {rows}", where="pipe.sampler")
-    return PositionedSampler(position, Order(size, seed, bool(shuffle)), rows, drop_last)

@@ -1,16 +1,99 @@
-"""Make the model and the batch of a configuration file, on the meta device."""
+"""Make the model and the batch of a configuration file, on the meta device, as a class of transformers is trained."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
 from autopart.extras.shelf.config_file import ConfigFile
-from autopart.extras.shelf.kinds import PIXELS, Kind, Lengths, choose
 from autopart.extras.shelf.library import transformers
 from autopart.ir.errors import UsageError
+
+PIXELS = 224
+"""Edge of an image where the configuration has none, as for most convolutional networks."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a class is trained for.
+
+    name: in words.  mapping: the table of transformers that lists the classes, by model_type.  labels: names of the
+    targets.  each_token: whether these are numbers of each token, else of each row.  text: whether it reads sequences,
+    which have a length to choose, else images.
+    """
+
+    name: str
+    mapping: str
+    labels: tuple[str, ...] = ("labels",)
+    each_token: bool = True
+    text: bool = True
+
+    def batch(self, config: Any, rows: int, tokens: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Return a batch of zeros on the current device.  dtype: of images."""
+        if self.text:
+            inputs = {"input_ids": torch.zeros(rows, tokens, dtype=torch.long)}
+        else:
+            edges = getattr(config, "image_size", None) or PIXELS
+            height, width = edges if isinstance(edges, list | tuple) else (edges, edges)
+            pixels = torch.zeros(rows, getattr(config, "num_channels", 3), height, width, dtype=dtype)
+            inputs = {"pixel_values": pixels}
+        shape = (rows, tokens) if self.each_token else (rows,)
+        return inputs | {name: torch.zeros(shape, dtype=torch.long) for name in self.labels}
+
+
+KINDS = (
+    Kind("encoder-decoder", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"),
+    Kind("masked language model", "MODEL_FOR_MASKED_LM_MAPPING_NAMES"),
+    Kind("causal language model", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
+    Kind("image classifier", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES", each_token=False, text=False),
+    Kind("text classifier", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES", each_token=False),
+    Kind("token classifier", "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES"),
+    Kind(
+        "question answering",
+        "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES",
+        labels=("start_positions", "end_positions"),
+        each_token=False,
+    ),
+)
+"""The kinds that can be planned.  A model_type without a class that is known is trained as the first of them."""
+
+
+def _several(names: str | Sequence[str]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def choose(library: ModuleType, architectures: tuple[str, ...], model_type: str) -> tuple[str, Kind, str]:
+    """Return the class to train, its kind, and a note if it is not the one that the file names.
+
+    The first of the architectures that is trained as one of `KINDS`, else the first kind that the model_type has: the
+    file of a model without a head names a class that takes no labels, and old files name classes that are gone.  Raises
+    UsageError if there is none.
+    """
+    auto = library.models.auto.modeling_auto
+    tables = [(kind, {key: _several(found) for key, found in getattr(auto, kind.mapping).items()}) for kind in KINDS]
+    for name in architectures:
+        for kind, table in tables:
+            if any(name in names for names in table.values()):
+                return name, kind, ""
+    first = architectures[0] if architectures else ""
+    bodies = _several(auto.MODEL_MAPPING_NAMES.get(model_type, ()))
+    if not first or first in bodies or not hasattr(library, first):
+        for kind, table in tables:
+            for name in table.get(model_type, ())[:1]:
+                note = f"{first} takes no labels: planned as {name}, as its model_type {model_type!r} is trained"
+                return name, kind, note if first else ""
+    named = " or ".join(architectures) or f"model_type {model_type!r}"
+    known = f"{', '.join(kind.name + 's' for kind in KINDS[:-1])} and {KINDS[-1].name}"
+    raise UsageError(
+        f"{named} cannot be planned from a configuration file",
+        why=f"these can: {known}",
+        fix='write a function that returns (model, batch), and pass it as "file.py:function"',
+    )
 
 
 def from_shelf(file: ConfigFile, rows: int | None, tokens: int | None) -> tuple[nn.Module, Any, tuple[str, ...]]:
@@ -24,15 +107,13 @@ def from_shelf(file: ConfigFile, rows: int | None, tokens: int | None) -> tuple[
     name, kind, note = choose(library, file.architectures, file.model_type)
     model_class = getattr(library, name)
     config = _config(library, model_class, file)
-    size = _lengths(file, kind, config, rows, tokens)
+    rows, tokens = _lengths(file, kind, config, rows, tokens)
     notes = [note] if note else []
     if not kind.text and getattr(config, "image_size", None) is None:
         notes.append(f"the file has no image_size: images have {PIXELS} x {PIXELS} pixels")
     with torch.device("meta"):
         model = _model(model_class, config, file)
-        batch = kind.batch(config, size)
-    if kind.batch.__name__ == "_images":
-        batch["pixel_values"] = batch["pixel_values"].to(model.dtype)
+        batch = kind.batch(config, rows, tokens, model.dtype)
     return model.train(), batch, (*file.notes, *notes)
 
 
@@ -67,14 +148,16 @@ def _refused(file: ConfigFile, what: str, error: Exception) -> UsageError:
     return UsageError(f"{file.path}: {what}", why=reason[:500], fix="compare it with the published file")
 
 
-def _lengths(file: ConfigFile, kind: Kind, config: Any, rows: int | None, tokens: int | None) -> Lengths:
-    """Return the lengths of the batch.  Raises UsageError if one is missing or too many."""
+def _lengths(file: ConfigFile, kind: Kind, config: Any, rows: int | None, tokens: int | None) -> tuple[int, int]:
+    """Return the rows of the batch, and the tokens of a sequence, 0 for images.
+
+    Raises UsageError if one is missing or too many."""
     if rows is None:
         raise UsageError(f"{file.path} says nothing about batches", fix="add --rows: the rows of a whole batch")
     if not kind.text:
         if tokens is not None:
             raise UsageError(f"a {kind.name} has no tokens to choose", where=str(file.path), fix="drop --tokens")
-        return Lengths(rows)
+        return rows, 0
     if tokens is None:
         raise UsageError(f"{file.path} says nothing about batches", fix="add --tokens: the length of a sequence")
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -84,4 +167,4 @@ def _lengths(file: ConfigFile, kind: Kind, config: Any, rows: int | None, tokens
             where=f"{file.path}: max_position_embeddings",
             fix=f"use at most --tokens {positions}, or change the file",
         )
-    return Lengths(rows, tokens)
+    return rows, tokens

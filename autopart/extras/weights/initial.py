@@ -9,23 +9,116 @@ the source, where a model of transformers names it.  What a constructor does bes
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopart.capture.python.guards import tied_names
 from autopart.capture.trained import Trained
-from autopart.extras.weights.draws import Draws
 from autopart.files.reading import listed
 from autopart.ir.errors import AutopartError, RefusedError
+from autopart.rng import keyed, micro_key
 from autopart.runtime.tensors import like
+
+_IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
+
+
+class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode in which initialisations run.
+
+    A random op draws the numbers of (seed, module whose initialisation runs, tensor of the model that was touched last,
+    how many draws there were for it).  So the numbers of a tensor do not depend on which others have memory here, nor
+    on how often an initialisation draws again for them, as that of truncated normals does.
+
+    written: names of the tensors of which some op has written all elements.
+    """
+
+    def __init__(self, seed: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """tensors: all tensors of the model, by name."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._seed, self._module, self._touched, self._counts = seed, "", "", Counter[str]()
+        self._by_storage = {_storage(tensor): (name, tensor.numel()) for name, tensor in tensors.items()}
+        self.written = {name for name, tensor in tensors.items() if not tensor.numel()}
+
+    @contextmanager
+    def of_module(self, name: str) -> Iterator[None]:
+        """Run the initialisation of a module inside."""
+        self._module, self._touched, self._counts = name, "", Counter()
+        with torch.no_grad(), _Touches(self), self:
+            yield
+
+    def touch(self, func: Any, args: Iterable[Any]) -> None:
+        """Note what a function of torch is called with."""
+        for tensor in args:
+            if isinstance(tensor, torch.Tensor) and (name := self._by_storage.get(_storage(tensor), ("", 0))[0]):
+                self._touched = name
+                # Initialisations of torch that would ask for numbers end here for a tensor on the meta device.
+                if func == _IS_META and sys._getframe(2).f_globals.get("__name__") == "torch.nn.init":
+                    self.written |= {name} if tensor.is_meta else set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        written = [(t, *self._by_storage.get(_storage(t), ("", 0))) for t in _written(func, args, kwargs)]
+        self._touched = next((name for _, name, _ in written if name), self._touched)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            result = self._drawn(func, args, kwargs)
+        else:
+            result = func(*args, **kwargs)
+        self.written |= {name for tensor, name, size in written if name and tensor.numel() >= size}
+        return result
+
+    def _drawn(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
+            raise RefusedError(
+                f"the initialisation of {self._module or 'the model'} draws from a generator of its own",
+                why="its numbers depend on what was drawn before, which ranks do not share",
+                fix='leave generator= out: seed= of compile chooses the numbers of weights="init"',
+            )
+        self._counts[self._touched] += 1
+        text = f"{self._module}\0{self._touched}".encode()
+        number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+        with micro_key(self._seed, number, 0):
+            return keyed(func, self._counts[self._touched], *args, **kwargs)
+
+
+class _Touches(TorchFunctionMode):
+    """Tells draws which tensors of the model the initialisation touches, also where it does nothing to them."""
+
+    def __init__(self, draws: Draws) -> None:
+        super().__init__()
+        self._draws = draws
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._draws.touch(func, args)
+        return func(*args, **(kwargs or {}))
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else 0
+
+
+def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterable[torch.Tensor]:
+    """Yield the tensors that an op writes to."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[place] if place < len(args) else kwargs.get(argument.name)
+            yield from (leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor))
+
 
 Method = Callable[[], Any]
 _Initialiser = tuple[str, nn.Module, list[Method], nn.Module | None]
+_META = torch.device("meta")
+"""Where writes to a tensor go that keeps its value."""
 _DONE = "_is_hf_initialized"
 """What transformers marks a module with whose initialisation has run; that of some modules around it asks for it."""
 
@@ -79,7 +172,7 @@ def require_no_leftovers(model: Trained, seed: int) -> None:
 def _written_without_memory(
     model: Trained, wanted: Mapping[str, torch.Tensor], homes: Mapping[str, str], seed: int
 ) -> set[str]:
-    shapes = {homes[name]: _decoy(tensor) for name, tensor in wanted.items()}
+    shapes = {homes[name]: like(tensor, _META) for name, tensor in wanted.items()}
     with _in_place(model, shapes) as every:
         return _run(model, shapes, Draws(seed, every))
 
@@ -168,7 +261,9 @@ def _initialisers(model: Trained) -> Iterator[_Initialiser]:
         outer = module if known else outer
         for key, child in module.named_children():
             yield from below(f"{name}.{key}" if name else key, child, outer)
-        methods = [method for method in (_own_method(module),) if method is not None]
+        own = (getattr(module, method, None) for method in ("reset_parameters", "_reset_parameters"))
+        found = next((method for method in own if inspect.ismethod(method) and _required(method) == 0), None)
+        methods: list[Method] = [found] if found is not None else []
         if outer is not None:
             rule: Any = outer._init_weights
             methods.append(lambda: rule(module))
@@ -188,14 +283,6 @@ def _takes_modules(module: nn.Module, outer: nn.Module | None) -> bool:
     return _required(method) == 1
 
 
-def _own_method(module: nn.Module) -> Method | None:
-    for name in ("reset_parameters", "_reset_parameters"):
-        method = getattr(module, name, None)
-        if inspect.ismethod(method) and _required(method) == 0:
-            return method
-    return None
-
-
 def _required(method: Callable[..., Any]) -> int:
     """Return how many arguments a call has to give."""
     takes = inspect.signature(method).parameters.values()
@@ -207,14 +294,9 @@ def _required(method: Callable[..., Any]) -> int:
 def _in_place(model: Trained, tensors: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
     """Put tensors into the model's places for them, and the meta device everywhere else; yields what is there."""
     own = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    every = {name: tensors[name] if name in tensors else _decoy(tensor) for name, tensor in own}
+    every = {name: tensors[name] if name in tensors else like(tensor, _META) for name, tensor in own}
     with model.holding(every):
         yield every
-
-
-def _decoy(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what takes the writes to a tensor that keeps its value."""
-    return like(tensor, torch.device("meta"))
 
 
 def _require_written(model: Trained, wanted: Iterable[str], written: set[str]) -> None:

@@ -1,4 +1,7 @@
-"""`checkpoint.json`: all of a checkpoint that is not a tensor, and the size and hash of every other file."""
+"""`checkpoint.json`: all of a checkpoint that is not a tensor, and the size and hash of every other file.
+
+Needs no torch, so that a check is quick.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,41 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from autopart.files.checkpoints.hashes import AGAIN, Written, hashed, plain_name, unreadable_file
 from autopart.files.documents import parse_json
-from autopart.files.reading import named, read_text, unreadable, validated
+from autopart.files.reading import named, open_regular, read_text, unreadable, validated
 from autopart.files.storage import write_whole
 from autopart.ir.errors import CheckpointError
+
+AGAIN = "use another checkpoint, or copy this one again from where it is whole"
+"""What to do about a file that was changed or is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A file as it was written.  size_bytes: of the whole file.  sha256: of its bytes, in hexadecimal."""
+
+    size_bytes: int
+    sha256: str
+
+
+def hashed(path: Path) -> Written:
+    """Return the size and the hash of a file.  Raises OSError."""
+    with open_regular(path) as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return Written(os.fstat(file.fileno()).st_size, digest)
+
+
+def unreadable_file(path: Path, error: Exception) -> CheckpointError:
+    """Return what to say of a file that is missing or cannot be read."""
+    missing = isinstance(error, FileNotFoundError)
+    what = "is missing" if missing else "cannot be read"
+    return CheckpointError(f"{path.name} {what}", where=str(path), why="" if missing else str(error), fix=AGAIN)
+
+
+def plain_name(name: str) -> bool:
+    """Whether this is the name of a file in the folder itself, not a path that leads out of it."""
+    return bool(name) and name not in (".", "..") and not set(name) & set("/\\\0")
+
 
 NAME = "checkpoint.json"
 MASTER, OPTIMIZER, COMPANION = "master", "optimizer", "companion"
@@ -52,7 +85,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
-    """The state of one or several optimizers that is not a tensor.
+    """The state of one or several optimizers that is not a tensor, of one rank or of all.
 
     kind: the names of their classes.  groups: of one optimizer after the other.  values: state other than tensors, by
     parameter and key (`values.encoded`).  tensors: by parameter the keys of its tensors; tensor k of

@@ -1,9 +1,8 @@
 """Files of tensors by name, in the safetensors format: written while they are hashed, read one tensor at a time.
 
 The library checks a file and its header.  Tensors are read here, into memory of their own: it would map the whole file
-into memory, which counts against a limit of the process.
-
-A folder may hold several, with the index that Hugging Face's loaders read.
+into memory, which counts against a limit of the process.  A folder may hold several, with the index that Hugging Face's
+loaders read.
 """
 
 from __future__ import annotations
@@ -11,20 +10,20 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import os
 import queue
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from io import BufferedReader, BufferedWriter
+from io import BufferedWriter
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from autopart.files.checkpoints.hashes import AGAIN, Written, plain_name, unreadable_file
+from autopart.files.checkpoints.document import AGAIN, Document, Written, plain_name, require_unchanged, unreadable_file
 from autopart.files.documents import parse_json
 from autopart.files.reading import named, open_regular, read_text, unreadable
 from autopart.ir.errors import CheckpointError
@@ -49,7 +48,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> Written:
     that all are aligned.  Raises OSError, and CheckpointError for a dtype that the format lacks.
     """
     ordered = sorted(tensors.items(), key=lambda each: (-each[1].element_size(), each[0]))
-    digest, size, waiting = hashlib.sha256(), 0, 0
+    digest, flushed = hashlib.sha256(), 0
     pieces: queue.Queue[memoryview | None] = queue.Queue(_AHEAD)
 
     def hash_pieces() -> None:
@@ -64,12 +63,11 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> Written:
             for piece in itertools.chain([memoryview(_header(ordered))], *(_bytes_of(tensor) for _, tensor in ordered)):
                 pieces.put(piece)
                 file.write(piece)
-                size += len(piece)
-                waiting += len(piece)
-                if waiting >= _FLUSHED:
+                if file.tell() - flushed >= _FLUSHED:
                     _flush(file)
-                    waiting = 0
+                    flushed = file.tell()
             _flush(file)
+            size = file.tell()
     finally:
         pieces.put(None)
         hasher.join()
@@ -113,6 +111,16 @@ class StoredTensor:
     dtype: torch.dtype
     offset: int
 
+    def mapped(self) -> torch.Tensor:
+        """Return the tensor, whose numbers are read from the file where they are used.  Raises CheckpointError."""
+        try:
+            size = self.file.stat().st_size
+            every = torch.from_file(str(self.file), shared=False, size=size, dtype=torch.uint8)
+        except (OSError, RuntimeError) as error:
+            raise unreadable_file(self.file, error) from error
+        end = self.offset + math.prod(self.shape) * self.dtype.itemsize
+        return every[self.offset : end].view(self.dtype).view(self.shape)
+
     def read_into(self, target: torch.Tensor) -> None:
         """Read the numbers into a contiguous tensor of this shape in host memory, converted to its dtype.
 
@@ -125,20 +133,13 @@ class StoredTensor:
                 for first in range(0, flat.numel(), step or 1):
                     part = flat[first : first + step]
                     piece = part if self.dtype == target.dtype else torch.empty(part.shape, dtype=self.dtype)
-                    _fill(file, memoryview(piece.view(torch.uint8).numpy()))  # type: ignore[arg-type]
+                    memory = memoryview(piece.view(torch.uint8).numpy())  # type: ignore[arg-type]
+                    if file.readinto(memory) < len(memory):
+                        raise OSError("the file ends before the tensor does")
                     if piece is not part:
                         part.copy_(piece)
         except OSError as error:
             raise unreadable_file(self.file, error) from error
-
-
-def _fill(file: BufferedReader, memory: memoryview) -> None:
-    done = 0
-    while done < len(memory):
-        count = file.readinto(memory[done:])
-        if not count:
-            raise OSError("the file ends before the tensor does")
-        done += count
 
 
 class TensorFiles:
@@ -151,18 +152,12 @@ class TensorFiles:
         index that says something else."""
         self.by_name: dict[str, StoredTensor] = {}
         for path in files:
-            with _opened(path) as file:
-                offsets = _offsets(path)
-                for name in file.keys():  # noqa: SIM118 - not a mapping
-                    if name in self.by_name:
-                        raise CheckpointError(
-                            f"tensor {name} is in two files", where=f"{self.by_name[name].file} and {path}", fix=AGAIN
-                        )
-                    part = file.get_slice(name)
-                    dtype = _DTYPES.get(part.get_dtype())
-                    if dtype is None:
-                        raise CheckpointError(f"tensor {name} is of type {part.get_dtype()}", where=str(path))
-                    self.by_name[name] = StoredTensor(path, tuple(part.get_shape()), dtype, offsets[name])
+            for name, tensor in _stored(path):
+                if name in self.by_name:
+                    raise CheckpointError(
+                        f"tensor {name} is in two files", where=f"{self.by_name[name].file} and {path}", fix=AGAIN
+                    )
+                self.by_name[name] = tensor
         for name, file_name in (index or {}).items():
             found = self.by_name.get(name)
             if found is None or found.file.name != file_name:
@@ -176,18 +171,6 @@ class TensorFiles:
         tensor = torch.empty(stored.shape, dtype=stored.dtype)
         stored.read_into(tensor)
         return tensor
-
-    def mapped(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield tensors by name that are read from their file where they are used.  Raises CheckpointError."""
-        by_file: dict[Path, list[str]] = {}
-        for name in names:
-            if name not in self.by_name:
-                raise CheckpointError(f"tensor {name} is missing", fix=AGAIN)
-            by_file.setdefault(self.by_name[name].file, []).append(name)
-        for path, wanted in by_file.items():
-            with _opened(path, "pt") as file:
-                for name in wanted:
-                    yield name, file.get_tensor(name)
 
 
 def open_tensors(path: str | os.PathLike[str]) -> TensorFiles:
@@ -223,23 +206,20 @@ def read_index(path: Path) -> dict[str, str]:
         return dict(files)
 
 
-@contextmanager
-def _opened(path: Path, framework: str = "np") -> Iterator[Any]:
-    """Open a file, whose header the library checks against its size.  framework: "pt" to map all of it for torch."""
+def _stored(path: Path) -> Iterator[tuple[str, StoredTensor]]:
+    """Yield what a file says of its tensors, by name, after the library has checked that against its size."""
     try:
-        open_regular(path).close()  # the library would wait for a pipe, and let no thread run meanwhile
-        with safe_open(path, framework=framework) as file:
-            yield file
+        with open_regular(path) as file, safe_open(path, framework="np"):  # the library alone would wait for a pipe
+            size = int.from_bytes(file.read(8), "little")
+            head = json.loads(file.read(size))
     except (SafetensorError, OSError, RuntimeError, MemoryError) as error:
         raise unreadable_file(path, error) from error
-
-
-def _offsets(path: Path) -> dict[str, int]:
-    """Return where the bytes of each tensor begin in a file whose header is right."""
-    with open_regular(path) as file:
-        size = int.from_bytes(file.read(8), "little")
-        head = json.loads(file.read(size))
-    return {name: 8 + size + each["data_offsets"][0] for name, each in head.items() if name != "__metadata__"}
+    for name, each in sorted(head.items()):
+        if name != "__metadata__":
+            if each["dtype"] not in _DTYPES:
+                raise CheckpointError(f"tensor {name} is of type {each['dtype']}", where=str(path))
+            begin, _ = each["data_offsets"]
+            yield name, StoredTensor(path, tuple(each["shape"]), _DTYPES[each["dtype"]], 8 + size + begin)
 
 
 def converts(stored: torch.dtype, wanted: torch.dtype) -> bool:
@@ -260,3 +240,36 @@ _DTYPES = {
     "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64,
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """The parts of a checkpoint.  weights: of the model, by name.  more: what else it keeps, by kind and name."""
+
+    folder: Path
+    document: Document
+    weights: TensorFiles
+    more: TensorFiles
+
+    def check(self, weights: Iterable[str], more: Iterable[str] = ()) -> None:
+        """Compare every file that has one of these tensors with its size and hash when it was written.
+
+        Reads these files whole.  Raises CheckpointError, also for a tensor that is missing."""
+        names = {self.weights.by_name[name].file.name for name in weights}
+        for key in more:
+            if key not in self.more.by_name:
+                raise CheckpointError(f"tensor {key} is missing", where=str(self.folder), fix="use another checkpoint")
+            names.add(self.more.by_name[key].file.name)
+        require_unchanged(self.folder, {name: self.document.files[name] for name in names})
+
+
+def opened(folder: Path, document: Document) -> Stored:
+    """Open the tensors of a checkpoint; only headers are read.  Raises CheckpointError for files that are missing,
+    truncated, or hold other tensors than the index says."""
+    names = [name for name in document.files if name.endswith(".safetensors")]
+    if INDEX not in document.files:
+        raise CheckpointError("the checkpoint has no index of its weights", where=str(folder / INDEX))
+    require_unchanged(folder, {INDEX: document.files[INDEX]})
+    weights = [folder / name for name in names if name.startswith("model-")]
+    more = [folder / name for name in names if not name.startswith("model-")]
+    return Stored(folder, document, TensorFiles(weights, read_index(folder / INDEX)), TensorFiles(more))

@@ -1,4 +1,7 @@
-"""A policy: which layers are frozen in an epoch, decided on one rank and done on all."""
+"""Policies: which layers are frozen in an epoch, decided on one rank from the norms of gradients, and done on all.
+
+May enter: a rule that was published, as a `Policy`.  What a prefix of a model is stands in `passes.graph.prefixes`.
+"""
 
 from __future__ import annotations
 
@@ -90,8 +93,9 @@ class Policy:
         again = self._own - names
         for name in fresh | again:
             parameters[name].requires_grad_(name in again)
-            if name in fresh:
-                _drop_gradient(session, name)
+            held = session.tensors.driven.get(name)
+            if name in fresh and held is not None:
+                held.grad = None  # so that no optimizer moves it
         self._own = (self._own & names) | fresh
         return bool(fresh or again)
 
@@ -108,16 +112,76 @@ def _layer_norms(session: Session, layers: Sequence[Layer]) -> dict[str, float]:
     return {layer.name: math.sqrt(total) for layer, total in zip(layers, sums, strict=True)}
 
 
-def _drop_gradient(session: Session, name: str) -> None:
-    """Forget the gradient of a parameter that is frozen, so that no optimizer moves it."""
-    held = session.tensors.driven.get(name)
-    if held is not None:
-        held.grad = None
-
-
 def _names_of(wanted: object) -> Sequence[str]:
     if isinstance(wanted, str) or not isinstance(wanted, Collection):
         raise UsageError(
             f"the rule returned {wanted!r}", fix="return the number of layers that are frozen, or a list of their names"
         )
     return [str(name) for name in wanted]
+
+
+_ROUNDING = 1e-9
+
+
+def closed_form(layers: int, alpha: float, epoch: int) -> int:
+    """Return how many of the layers are frozen in an epoch (from 0) if gradients do not count: the first term alone,
+    which is what the published code of PipeTransformer uses."""
+    return math.ceil(layers * (1 - (1 - alpha) ** epoch) - _ROUNDING)
+
+
+class PipeTransformer(Policy):
+    """Freezes a part `alpha` of the layers that still learn before every epoch but the first, and no layer behind the
+    one with the smallest gradient norm (He et al., ICML 2021, section 3.1):
+
+        L_frozen(T) = min( L_frozen(T-1) + alpha (L - L_frozen(T-1)),  argmin of ||g_l|| over the active layers l )
+
+    Layers count from 1; a number of layers is rounded up, as in the published code.  The embeddings freeze with the
+    first layer, and what comes behind the last layer never does.
+    """
+
+    def __init__(self, alpha: float = 1 / 3, *, gradients: bool = True, layers: str | Iterable[str] = ()) -> None:
+        """alpha: between 0 and 1.  gradients: whether norms of gradients count; else the closed form is used.  layers:
+        as for `Policy`."""
+        if not 0 < alpha < 1:
+            raise UsageError(f"alpha is {alpha!r}", fix="use a number between 0 and 1, such as 1/3")
+        super().__init__(self._frozen, layers=layers)
+        self.alpha, self.gradients = alpha, gradients
+        self._bound, self._epoch = 0.0, 0
+
+    def _frozen(self, epoch: int, norms: Mapping[str, float]) -> int:
+        """Return how many layers are frozen in an epoch: none in epoch 0, and as many as before in one that was asked
+        for."""
+        if not self.gradients:
+            return closed_form(len(norms), self.alpha, epoch)
+        if epoch > self._epoch:
+            active = list(norms.values())[self._rounded :]
+            calmest = self._rounded + _smallest(active) if active else len(norms)
+            self._bound = min(self._bound + self.alpha * (len(norms) - self._bound), calmest)
+            self._epoch = epoch
+        return self._rounded
+
+    @property
+    def _rounded(self) -> int:
+        return math.ceil(self._bound - _ROUNDING)
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the bound on the number of layers, and its epoch."""
+        return {"bound": self._bound, "epoch": self._epoch}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go on from a state; `apply` then freezes as many layers again."""
+        self._bound, self._epoch = float(state["bound"]), int(state["epoch"])
+
+
+def _smallest(norms: Sequence[float]) -> int:
+    """Return the place, from 1, of the smallest norm, the first of equal ones, where there is a gradient.
+
+    Raises UsageError if there is none.
+    """
+    known = [(norm, place) for place, norm in enumerate(norms, 1) if norm and math.isfinite(norm)]
+    if not known:
+        raise UsageError(
+            "no layer has a gradient whose norm could be compared",
+            fix="call apply() after pipe.step() and before zero_grad(), or use PipeTransformer(gradients=False)",
+        )
+    return min(known)[1]

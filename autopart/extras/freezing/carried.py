@@ -173,7 +173,7 @@ def moved_bytes(graph: Graph, old: Placement, new: Placement, kept: Sequence[Kep
     """Return the bytes that move when `new` follows `old`, by the pair of ranks.
 
     kept: by each rank.  Tensors, masters and gradients come from the rank that owns them (`placement.relocate`), the
-    optimizer's state from any that has it (`carried.spread`).  O(parameters * ranks)."""
+    optimizer's state from any that has it (`spread`).  O(parameters * ranks)."""
     sizes = {param.name: param.size_bytes for param in graph.params}
     beside = {name: size for own in kept for name, size in own.beside.items()}
     pairs: Counter[tuple[int, int]] = Counter()

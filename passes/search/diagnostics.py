@@ -215,22 +215,23 @@ def _relaxations(space: SearchSpace, nearest: Evaluation | None) -> Iterator[tup
         yield 'allow zero="auto"', replace(request, zero="auto"), cluster
     if request.schedule not in ("auto", "1f1b"):
         yield 'use schedule="1f1b"', replace(request, schedule="1f1b"), cluster
-    for names in _fixed(request):
+    fixed = _fixed(request)
+    for names in fixed:
         yield f"leave {' and '.join(names)} to the planner", _without(request, names), cluster
     rows = sum(request.micro_rows[0])
     if 1 < rows <= 4096 and (1,) * rows not in request.micro_rows:
         yield f"use micro_batches={rows}", replace(request, micro_rows=((1,) * rows,)), cluster
     if request.state_factor:
         yield "use an optimizer without state (SGD)", replace(request, state_factor=0.0), cluster
+    every = fixed[-1] if fixed else ()
+    left = f", and leave {' and '.join(every)} to the planner" if every else ""
     for factor in (2, 4):
         more = replace(
             cluster,
             devices=cluster.devices * factor,
             levels=(*cluster.levels[:-1], replace(cluster.levels[-1], size=cluster.levels[-1].size * factor)),
         )
-        names = next(reversed(_fixed(request)), ())
-        left = f", and leave {' and '.join(names)} to the planner" if names else ""
-        yield f"use {more.world} such devices{left}", _without(request, names), more
+        yield f"use {more.world} such devices{left}", _without(request, every), more
     if nearest is not None:
         larger = tuple(replace(d, memory_bytes=d.memory_bytes + nearest.over_bytes) for d in cluster.devices)
         need = max(d.memory_bytes for d in larger)

@@ -85,7 +85,7 @@ def owners_load(cluster: Cluster, ranks: tuple[int, ...]) -> PortLoad:
     return ring_load(cluster, ranks, 2 if DEVICE_KINDS[cluster.kind].transport == "gloo" else 1)
 
 
-def ring_load(cluster: Cluster, ranks: tuple[int, ...], turns: float) -> PortLoad:
+def ring_load(cluster: Cluster, ranks: tuple[int, ...], turns: int) -> PortLoad:
     """Return the load of a ring over `ranks`: one turn is a reduce-scatter or an all-gather, two are an all-reduce.
 
     O(ranks).
@@ -96,7 +96,7 @@ def ring_load(cluster: Cluster, ranks: tuple[int, ...], turns: float) -> PortLoa
     share = turns * (n - 1) / n
     order = sorted(ranks)
     hops = [(a, b, share) for a, b in zip(order, [*order[1:], order[0]], strict=True)]
-    return _load(cluster, hops, _over_all_cards(cluster, hops, order), round(turns * (n - 1)))
+    return _load(cluster, hops, _over_all_cards(cluster, hops, order), turns * (n - 1))
 
 
 def _over_all_cards(cluster: Cluster, hops: Sequence[_Hop], ranks: Sequence[int]) -> list[_Hop]:

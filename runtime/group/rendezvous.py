@@ -149,14 +149,15 @@ def _told(meeting: Store, rank: int, size: int, made: Callable[[], str], limit_s
     word, answered = made(), dict.fromkeys(range(1, size), "")
 
     def missing() -> list[int]:
-        left = [rank for rank in answered if not meeting.check([f"came/{word}/{rank}"])]
-        for rank in left:
+        for rank in [rank for rank in answered if meeting.check([f"came/{word}/{rank}"])]:
+            del answered[rank]  # asked of the store no more
+        for rank in answered:
             if meeting.check([f"asked/{rank}"]):
                 ticket = meeting.get(f"asked/{rank}").decode()
                 if ticket != answered[rank]:
                     answered[rank] = ticket
                     meeting.set(f"told/{ticket}", word)
-        return left
+        return list(answered)
 
     _await_all(missing, limit_s, look)
     return word

@@ -47,10 +47,14 @@ def multiply(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None 
     return made
 
 
+def _is_large(left: torch.Tensor, columns: int) -> bool:
+    return 2 * left.numel() * columns >= _LEAST_FLOPS
+
+
 def takes_onednn(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
     """Return whether `multiply` uses oneDNN for these."""
     return (
-        2 * left.numel() * right.shape[-1] >= _LEAST_FLOPS
+        _is_large(left, right.shape[-1])
         and left.dtype is torch.float32
         and right.dtype is torch.float32
         and left.device.type == "cpu"
@@ -86,7 +90,7 @@ def times(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = Non
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    if 2 * x.numel() * weight.shape[0] < _LEAST_FLOPS:  # before the view: a small product takes little longer than that
+    if not _is_large(x, weight.shape[0]):  # before the view: a small product takes little longer than that
         return linear(x, weight, bias)
     return _differentiable(_aten.linear.default, (x, weight, bias), x, weight.t(), bias)
 

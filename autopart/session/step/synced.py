@@ -10,7 +10,7 @@ from functools import partial
 from autopart.ir.errors import BatchError, RefusedError, UsageError
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision
-from autopart.ir.shares import parts
+from autopart.ir.shares import parts_of_all
 from autopart.runtime.group.world import World
 from autopart.runtime.stages.batch_statistics import KNOWN, BatchStatistics, share_statistics
 from autopart.runtime.stages.stage_module import StageModule
@@ -80,12 +80,12 @@ def rewrites_of(
     return found
 
 
-def require_weights(micro_rows: Sequence[int], shares: Shares) -> BatchError | None:
+def require_weights(micro_rows: tuple[int, ...], shares: Shares) -> BatchError | None:
     """Return the error for rows without weight in the loss, None if there are none: their backward would be left out
     on one replica alone."""
     for division, micros in shares.items():
-        for micro, (rows, replicas) in enumerate(zip(micro_rows, micros, strict=True)):
-            if any(own and 0.0 in share for own, share in zip(parts(division, micro, rows), replicas, strict=True)):
+        for micro, (own, replicas) in enumerate(zip(parts_of_all(division, micro_rows), micros, strict=True)):
+            if any(rows and 0.0 in share for rows, share in zip(own, replicas, strict=True)):
                 return BatchError(
                     f"the rows that a rank has of micro-batch {micro} carry no weight in the loss",
                     why="all their targets are ignored, and with sync_batchnorm their statistics count all the same",

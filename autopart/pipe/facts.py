@@ -11,68 +11,56 @@ from autopart.runtime.activity import current
 from autopart.session.session import Session
 from autopart.session.step.data import own_rows
 from autopart.session.step.parts import micro_cut
-from autopart.state.core import Core
-from autopart.state.misuse_guards import short_tracebacks
+from autopart.state.core import Part
 from autopart.state.scaler import LossScaler
 
 
-@short_tracebacks
-class Facts:
+class Facts(Part):
     """What a pipe tells of itself.  Nothing here is collective or changes anything."""
 
-    _core: Core
-
-    @property
     def session(self) -> Session:
         """The session of this rank, for tools and checks.  Raises UsageError before the pipeline has been planned."""
-        return self._core.session
+        return self.core.session
 
-    @property
     def plan(self) -> Plan:
         """The plan that runs; after `close` the last one."""
-        return self._core.facts[1]
+        return self.core.facts[1]
 
-    @property
     def cluster(self) -> Cluster:
         """The cluster that was planned for."""
-        return self._core.cluster
+        return self.core.cluster
 
-    @property
     def program(self) -> Program:
         """The actions of every rank in one training step."""
-        return self._core.session.standing.program()
+        return self.core.session.standing.program()
 
     def explain(self) -> str:
         """Return the stage table: what runs where, with simulated times and memory; then the captures of this rank."""
-        _, plan, graph = self._core.facts
-        captures = self._core.captures
+        _, plan, graph = self.core.facts
+        captures = self.core.captures
         return f"{stage_table(plan, graph)}captures of this rank: {captures.kept}, {captures.made} made\n"
 
-    @property
     def rank(self) -> int:
         """This process's rank; also after `close`."""
-        return self._core.facts[0]
+        return self.core.facts[0]
 
-    @property
     def is_main(self) -> bool:
         """Whether this is rank 0, for what should be printed or written once; also after `close`."""
-        return self.rank == 0
+        return self.rank() == 0
 
-    @property
     def world_size(self) -> int:
         """The number of ranks."""
-        return self._core.cluster.world
+        return self.core.cluster.world
 
-    @property
     def needs_data(self) -> bool:
         """Whether this rank needs the batch of a step; others may pass None."""
-        return self.rank in self.plan.stages[0].ranks
+        return self.rank() in self.plan().stages[0].ranks
 
     def data_shard(self) -> tuple[int, int]:
         """Return (number, of) for a sampler that gives each replica of the first stage the same number of rows:
         `DistributedSampler(dataset, num_replicas=of, rank=number)`.  A rank that needs no data has the number 0."""
-        ranks = self.plan.stages[0].ranks
-        return (ranks.index(self.rank) if self.needs_data else 0), len(ranks)
+        ranks = self.plan().stages[0].ranks
+        return (ranks.index(self.rank()) if self.needs_data() else 0), len(ranks)
 
     def data_rows(self, rows: int) -> tuple[int, ...]:
         """Return the places of this rank's rows in a batch of `rows` rows, in the order of its shard.  A step over all
@@ -80,27 +68,24 @@ class Facts:
         if not isinstance(rows, int) or isinstance(rows, bool) or rows < 1:
             raise UsageError(f"a batch of {rows!r} rows", fix="pass the number of rows of the whole batch")
         number, _ = self.data_shard()
-        plan = self.plan
+        plan = self.plan()
         planned = micro_cut(rows, plan.micro_rows)
-        return own_rows(planned, plan.stages[0].division, number) if self.needs_data else ()
+        return own_rows(planned, plan.stages[0].division, number) if self.needs_data() else ()
 
-    @property
     def scaler(self) -> LossScaler | None:
         """The loss scaler in fp16, equal on every rank and kept by `state_dict`; None in another precision."""
-        return self._core.scaler
+        return self.core.scaler
 
-    @property
     def skipped(self) -> bool:
         """Whether the last step added no gradients, because some on any rank were not finite."""
-        return self._core.skipped > 0
+        return self.core.skipped > 0
 
-    @property
     def stop_requested(self) -> bool:
         """Whether a rank was asked to stop by SIGTERM or SIGUSR1, or all to make room for ranks that join; True on all
         ranks after the same call, also after `close`.  While a pipe runs, the first SIGTERM does not end its process:
         save, and leave the loop."""
-        running = self._core.running
-        stopped = self._core.stopped if running is None else running.world.stop_requested
+        running = self.core.running
+        stopped = self.core.stopped if running is None else running.world.stop_requested
         if stopped and current().asked:
             current().heeded = 1
         return stopped

@@ -18,7 +18,8 @@ from autopart.ir.errors import UsageError
 from autopart.ir.timeline import Span, Timeline
 from autopart.options import Options
 from autopart.pipe.facts import Facts
-from autopart.pipe.rows import EXTRAS, OfExtras, verb
+from autopart.pipe.forward import fact, verb
+from autopart.pipe.rows import EXTRAS, OfExtras
 from autopart.pipe.state import State
 from autopart.report.page.page import plan_fragment
 from autopart.runtime.group.world import World
@@ -37,7 +38,7 @@ from autopart.state.state_dict import empty_foreign, sync_state
 
 
 @short_tracebacks
-class Pipe(Facts, OfExtras, ModuleSurface):
+class Pipe(OfExtras, ModuleSurface):
     """A planned, running training pipeline; made by `autopart.compile`.
 
     With a sample it is planned at once, without one at the first `step`.  It is a context manager; `close` ends it.
@@ -51,7 +52,7 @@ class Pipe(Facts, OfExtras, ModuleSurface):
     def __init__(self, captures: CaptureCache, cluster: Cluster, options: Options, sample: Any = None) -> None:
         self._core = core = Core(captures, cluster, options)
         self.companions = core.companions
-        core.add((State, *EXTRAS))
+        core.add((Facts, State, *EXTRAS))
         if sample is not None:
             core.bring_up(((sample,), {}))
         elif first := captures.trained.without_values:  # an optimizer made before the first step would drive it
@@ -180,6 +181,23 @@ class Pipe(Facts, OfExtras, ModuleSurface):
     sync_model = verb(State, State.sync_model)
     save_pretrained = verb(State, State.save_pretrained)
     full_parameters = verb(State, State.full_parameters)
+
+    # -- what it is ----------------------------------------------------------------------------------------------
+
+    session = fact(Facts, Facts.session)
+    plan = fact(Facts, Facts.plan)
+    cluster = fact(Facts, Facts.cluster)
+    program = fact(Facts, Facts.program)
+    explain = verb(Facts, Facts.explain)
+    rank = fact(Facts, Facts.rank)
+    is_main = fact(Facts, Facts.is_main)
+    world_size = fact(Facts, Facts.world_size)
+    needs_data = fact(Facts, Facts.needs_data)
+    data_shard = verb(Facts, Facts.data_shard)
+    data_rows = verb(Facts, Facts.data_rows)
+    scaler = fact(Facts, Facts.scaler)
+    skipped = fact(Facts, Facts.skipped)
+    stop_requested = fact(Facts, Facts.stop_requested)
 
     def _repr_html_(self) -> str:
         """Return its plan as a table and a small picture, for notebooks."""

@@ -5,9 +5,7 @@ Nothing else of the core or of this room imports an extra.  An extra is deleted 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from collections.abc import Sequence
 
 from autopart.costs.sources import register_cost_source
 from autopart.extras.asynchronous.part import Asynchronous
@@ -20,14 +18,10 @@ from autopart.extras.freezing.part import Replanning
 from autopart.extras.metrics.metrics import Measurements
 from autopart.extras.sampler.sampler import DataPosition
 from autopart.extras.weights.source import weights_for
-from autopart.ir.errors import short_errors
+from autopart.pipe.forward import fact, verb
 from autopart.session.lists import BATCH_STEPS, WEIGHTS
 from autopart.stagecode.compilers import COMPILERS
 from autopart.state.core import Core, Part
-
-A = ParamSpec("A")
-P = TypeVar("P", bound=Part)
-R = TypeVar("R")
 
 COMPILERS["inductor"] = Inductor
 register_cost_source("compiled", compiled_costs)
@@ -45,20 +39,6 @@ EXTRAS: Sequence[type[Part]] = (
 """The parts that extras add to each pipe, in the order in which they follow what happens."""
 
 
-def verb(part: type[P], method: Callable[Concatenate[P, A], R]) -> Callable[Concatenate[Any, A], R]:
-    """Return a method of the pipe that calls one of its part, with the same name, types and documentation; where that
-    returns the part, it returns the pipe."""
-
-    @functools.wraps(method)
-    def call(pipe: Any, *args: Any, **kwargs: Any) -> Any:
-        mine = pipe._core.part(part)
-        found = method(mine, *args, **kwargs)
-        return pipe if found is mine else found
-
-    found: Any = short_errors(call)
-    return found  # type: ignore[no-any-return]
-
-
 class OfExtras:
     """What users call of the extras on a pipe."""
 
@@ -72,16 +52,7 @@ class OfExtras:
 
     sampler = verb(DataPosition, DataPosition.sampler)
 
-    @property
-    @short_errors
-    def stragglers(self) -> Mapping[int, float]:
-        """Ranks whose computes take at least twice as long as planned, compared with the other ranks, or 1.5 times as
-        long as in their first steps under the plan, and how many times as long.
-
-        A rank is named by the median of its last eight steps, its slowness is that of the newest five.  Ranks that have
-        become so much faster since the last `replan`, which judges them all, are named too.  Alike on all ranks, and a
-        warning names them.  Measured in `step` on CPUs."""
-        return self._core.part(Speeds).stragglers()
+    stragglers = fact(Speeds, Speeds.stragglers)
 
     train = verb(Asynchronous, Asynchronous.train)
     flush = verb(Asynchronous, Asynchronous.flush)

@@ -9,7 +9,18 @@ import re
 from pathlib import Path
 
 import pytest
-from support.languages.docs import DOCUMENTS, MEASURED, ROOT, Block, blocks, measured, printed, shape, write_files
+from support.languages.docs import (
+    DOCUMENTS,
+    MEASURED,
+    ROOT,
+    Block,
+    blocks,
+    headings,
+    measured,
+    printed,
+    shape,
+    write_files,
+)
 from typer.main import get_command
 
 from autopart.cli.main import app
@@ -87,13 +98,6 @@ def test_links_have_a_target(page: Path) -> None:
         assert linked.exists(), target
         if place:
             assert place in headings(linked), f"{target}#{place}"
-
-
-def headings(page: Path) -> set[str]:
-    """Return the anchors of a page's headings, as GitHub makes them."""
-    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-") for title in titles}
 
 
 def test_pages_are_short_and_in_the_index() -> None:

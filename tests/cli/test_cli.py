@@ -177,6 +177,9 @@ def test_flags_are_read_into_options(command, tmp_path):
     assert command("plan", "mlp", "--pin", "lm_head")[2].startswith("autopart: --pin 'lm_head' is not understood")
     assert "replicas is '8,x'" in command("plan", "mlp", "--replicas", "8,x")[2]
     assert "stages is 0" in command("plan", "mlp", "--stages", "0")[2]
+    assert 'or None or "auto"' in command("plan", "mlp", "--stages", "many")[2]
+    for given in ("--stages auto --micro-batches auto --replicas auto", "--stages-per-rank 1"):
+        assert command(*f"plan mlp --costs analytic {given}".split())[0] == 0
 
 
 def test_help_groups_the_flags_and_names_the_values(command):

@@ -65,7 +65,7 @@ def test_a_cause_in_the_code_of_the_user_is_printed_with_its_line(monkeypatch: p
     text = printed(error, None)
     assert text.index(Path(__file__).name) < text.index("ValueError: in my op") < text.index("an op failed")
     error.__cause__ = raised(BatchError("told by another rank"))[0]
-    assert printed(error, None) == "autopart.ir.errors.StageError: an op failed\n"
+    assert printed(error, None) == "autopart.ir.errors.StageError: an op failed\n  see: docs/errors.md#stageerror\n"
 
 
 def test_a_hook_of_the_user_stays() -> None:

@@ -93,6 +93,13 @@ def printed(command: str) -> list[str]:
     return lines
 
 
+def headings(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-") for title in titles}
+
+
 def measured(row: re.Match[str]) -> str:
     """Return a row of a table with the median and the quartiles that its file has under its name."""
     found = json.loads((ROOT / f"benchmarks/results/{row[1]}.json").read_text())

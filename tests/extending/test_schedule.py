@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from support.extending import own_schedule
-from support.languages.graphs import cluster, graph, plan_of
 from support.extending.own_schedule import eager_first_stage
+from support.languages.graphs import cluster, graph, plan_of
 from support.oracles.strict import hangs, issued
 from support.workers import Workers
 

@@ -17,7 +17,11 @@ PAGE = ROOT / "docs" / "testing.md"
 
 PARTS = {
     "any-plan": ["e2e/test_any_plan.py"],
-    "replicas": ["e2e/plans/test_replicas.py", "e2e/asynchronous/test_asynchronous.py", "e2e/plans/test_blocking_messages.py"],
+    "replicas": [
+        "e2e/plans/test_replicas.py",
+        "e2e/asynchronous/test_asynchronous.py",
+        "e2e/plans/test_blocking_messages.py",
+    ],
     "state": [
         "e2e/plans/test_zero.py",
         "e2e/training/test_precision.py",

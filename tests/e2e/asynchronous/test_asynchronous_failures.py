@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from support.jobs import asynchronous_jobs
+from support.jobs.asynchronous_jobs import batches, net, options
 from support.jobs.failures import failing_jobs
 from support.jobs.failures import streaming_failures as jobs
-from support.jobs.asynchronous_jobs import batches, net, options
 from support.jobs.failures.streaming_failures import BATCH, Fault
 from support.oracles.asynchronous import emulated
 from support.oracles.ended import LIMIT_S, failed

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.jobs.state import checkpoint_jobs as jobs
 from support.jobs.failures import rescue_jobs
+from support.jobs.state import checkpoint_jobs as jobs
 from support.workers import Workers
 
 import autopart

@@ -6,7 +6,16 @@ import copy
 
 import pytest
 import torch
-from support.jobs.state.master_weight_jobs import batch, by_hand, compiled, differing, loss_fn, model, optimizer, trained
+from support.jobs.state.master_weight_jobs import (
+    batch,
+    by_hand,
+    compiled,
+    differing,
+    loss_fn,
+    model,
+    optimizer,
+    trained,
+)
 
 import autopart
 from autopart.ir.errors import RefusedError, UsageError

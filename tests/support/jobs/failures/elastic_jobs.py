@@ -2,7 +2,9 @@
 
 One that dies may have had no time to note a step from which the others continue.
 
-Run as a script under torchrun, with a `Run` as JSON:  torchrun ... -m support.jobs.failures.elastic_jobs '{"folder": ...}'
+Run as a script under torchrun, with a `Run` as JSON:
+
+    torchrun ... -m support.jobs.failures.elastic_jobs '{"folder": ...}'
 """
 
 from __future__ import annotations

@@ -20,7 +20,13 @@ LIMIT_S = 240.0
 def start(launcher: str, run: Run, *flags: str) -> subprocess.Popen[str]:
     """Start the script.  launcher: "launch" or "torchrun"."""
     by = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(run.world), *flags]
-    command = [sys.executable, *(by if launcher == "torchrun" else []), "-m", "support.jobs.failures.run_script", run.text()]
+    command = [
+        sys.executable,
+        *(by if launcher == "torchrun" else []),
+        "-m",
+        "support.jobs.failures.run_script",
+        run.text(),
+    ]
     return subprocess.Popen(
         command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )

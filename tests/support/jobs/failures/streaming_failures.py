@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 import autopart
-from support.jobs.failures import failing_jobs
 from support.jobs.asynchronous_jobs import Batch, batches, error_of, net, options, sgd
+from support.jobs.failures import failing_jobs
 from support.jobs.failures.failing_jobs import CASE
 
 BATCH = 4

@@ -45,38 +45,6 @@ def test_many_gpus_are_several_hosts() -> None:
     assert cluster.link(0, 7).bytes_per_s > cluster.link(7, 8).bytes_per_s
 
 
-@pytest.mark.parametrize("sizes", [(1, 4), (2, 3), (4, 1), (1, 1, 3)])
-def test_hosts_of_different_size_stand_in_any_order(tmp_path: Path, sizes: tuple[int, ...]) -> None:
-    text = (
-        "devices: [{kind: cpu, count: 5}]\n"
-        f"levels: [{{size: {list(sizes)}, latency_us: 1, bandwidth: 9}}, {{size: 5, latency_us: 7, bandwidth: 2}}]\n"
-    )
-    cluster = read(tmp_path / "c.yaml", text)
-    host = [number for number, size in enumerate(sizes) for _ in range(size)]
-    for a in range(5):
-        for b in range(5):
-            alike = host[a] == host[b]
-            assert cluster.link(a, b).latency_ns == (1000 if alike else 7000)
-            assert cluster.ports(a, b) == (((0, a), (0, b)) if alike else ((1, host[a]), (1, host[b])))
-    save_cluster(cluster, tmp_path / "again.yaml")
-    assert read(tmp_path / "again.yaml", (tmp_path / "again.yaml").read_text()) == cluster
-
-
-@pytest.mark.parametrize(
-    ("levels", "what"),
-    [
-        ("{size: [1, 3], latency_us: 1, bandwidth: 9}, {size: 5, latency_us: 7, bandwidth: 2}", "the cluster has 5"),
-        (
-            "{size: 2, latency_us: 1, bandwidth: 9}, {size: [1, 4], latency_us: 7, bandwidth: 2}",
-            "divides devices 0 and 1",
-        ),
-    ],
-)
-def test_hosts_that_do_not_hold_the_devices_are_refused(tmp_path: Path, levels: str, what: str) -> None:
-    with pytest.raises(ClusterError, match=what):
-        read(tmp_path / "c.yaml", f"devices: [{{kind: cpu, count: 5}}]\nlevels: [{levels}]\n")
-
-
 def test_the_host_is_asked_by_default() -> None:
     host = this_host()
     assert host.memory_bytes > 2**28 and host.cores >= 1

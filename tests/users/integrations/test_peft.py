@@ -121,8 +121,8 @@ def test_another_adapter_is_trained_after_a_replan_and_the_first_keeps_what_it_l
         assert differences and max(differences.values()) < 1e-9, differences
 
 
-def by_a_trainer(kind: type, folder: str, **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Train adapters with gradient checkpointing, save them alone, and merge them into the base: losses and weights."""
+def by_a_trainer(kind: type, folder: str, **options: Any) -> list[float]:
+    """Train adapters with gradient checkpointing and save them alone; return the losses."""
     data = [{name: value[0] for name, value in batch(seed).items()} for seed in range(24)]
     args = transformers.TrainingArguments(
         folder, per_device_train_batch_size=4, max_steps=4, save_steps=2, logging_steps=1, learning_rate=1e-2,
@@ -132,12 +132,14 @@ def by_a_trainer(kind: type, folder: str, **options: Any) -> tuple[list[float], 
     trainer = kind(model=adapted("lora"), args=args, train_dataset=data, **options)
     trainer.train()
     trainer.save_model(f"{folder}/final")
-    merged = peft.PeftModel.from_pretrained(base(), f"{folder}/final").merge_and_unload()
-    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    return losses, {name: value.clone() for name, value in merged.state_dict().items()}
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
 
-def by_a_pipeline_trainer(folder: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+def merged(folder: Path) -> dict[str, torch.Tensor]:
+    return dict(peft.PeftModel.from_pretrained(base(), folder / "final").merge_and_unload().state_dict())
+
+
+def by_a_pipeline_trainer(folder: str) -> list[float]:
     from autopart.integrations.trainer import PipelineMixin
 
     class PipelineTrainer(PipelineMixin, transformers.Trainer): ...
@@ -147,12 +149,12 @@ def by_a_pipeline_trainer(folder: str) -> tuple[list[float], dict[str, torch.Ten
 
 @pytest.mark.timeout(300)
 def test_adapters_of_a_trainer_are_saved_alone_merged_and_reloaded(pair: Workers, tmp_path: Path) -> None:
-    losses, weights = by_a_trainer(transformers.Trainer, str(tmp_path / "plain"))
-    start = base().state_dict()
-    assert any(not torch.equal(value, start[name]) for name, value in weights.items())
-    for found, merged in pair.run(by_a_pipeline_trainer, str(tmp_path / "piped")):
+    losses = by_a_trainer(transformers.Trainer, str(tmp_path / "plain"))
+    for found in pair.run(by_a_pipeline_trainer, str(tmp_path / "piped")):
         assert found == pytest.approx(losses, rel=1e-6)
-        torch.testing.assert_close(merged, weights, rtol=1e-6, atol=1e-9)
+    start, plain = base().state_dict(), merged(tmp_path / "plain")
+    assert any(not torch.equal(value, start[name]) for name, value in plain.items())
+    torch.testing.assert_close(merged(tmp_path / "piped"), plain, rtol=1e-6, atol=1e-9)
     assert sorted(path.name for path in (tmp_path / "piped/final").glob("*.safetensors")) == [
         "adapter_model.safetensors"
     ]

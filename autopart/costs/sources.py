@@ -13,13 +13,15 @@ from dataclasses import dataclass, replace
 import torch
 
 from autopart.capture import Captured
+from autopart.costs import measure
 from autopart.costs.measure import measure_costs
-from autopart.costs.profiler import profile_costs
+from autopart.costs.profiler import affordable, profile_costs
 from autopart.ir.cluster import Device
 from autopart.ir.errors import GraphError, UsageError
 from autopart.ir.graph import Cost, Graph, check_cost
 from autopart.passes.ops.analytic_costs import analytic_costs
 from autopart.passes.ops.casts import without_casts
+from autopart.passes.ops.cost_model import CostModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,25 @@ def costed(captured: Captured, device: Device, source: str | CostSource) -> Cost
     if function not in (analytic, measured, auto):
         _check(found, captured.graph, name)
     return replace(found, source=found.source or name)
+
+
+def follows(known: Captured, wanted: Captured, device: Device, source: str | CostSource) -> bool:
+    """Return whether the costs at a wanted size are to be taken from known ones: at the known size the program can be
+    run to measure it, and at the wanted one that takes too long."""
+    if source not in ("auto", "measured"):
+        return False
+    budget_s = measure.BUDGET_S
+    fast, slow = (affordable(analytic_costs(each.graph, device), device, budget_s) for each in (known, wanted))
+    return fast and not slow
+
+
+def scaled(known: CostedGraph, twin: Graph | None, captured: Captured, device: Device) -> CostedGraph:
+    """Return a captured graph with costs from those at another size.  twin: as for `CostModel`."""
+    size = captured.graph.size
+    costs = CostModel(known.graph, twin, (device,)).graph(size, 0).op_map()
+    ops = tuple(replace(op, cost=costs[op.name].cost) for op in captured.graph.ops)
+    note = f"costs: at {size} they follow from those at {known.graph.size}, since running it takes too long"
+    return replace(known, graph=without_casts(replace(captured.graph, ops=ops)), notes=(*known.notes, note))
 
 
 def _check(found: object, captured: Graph, name: str) -> None:

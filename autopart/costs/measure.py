@@ -41,7 +41,7 @@ _REPEATS = 7
 _OP_SECONDS = 0.15
 """Longest time for the runs of an op."""
 _STANDS_OUT, _NOTICED_NS, _MOST_AGAIN = 8, 1_000_000, 4
-"""An op is measured again if it took 8 times as long as others of their analytic time, and more than 1 ms; at most 4."""
+"""An op is measured again if it took 8 times as long as others of their analytic time, and over 1 ms; at most 4 are."""
 _MEMORY_SHARE = 4
 """An op is not measured if its operands need more than 1/4 of the device's memory."""
 
@@ -225,7 +225,7 @@ def _backward_ns(result: Any, operands: Any, device: torch.device) -> int:
 
 
 def _median_ns(call: Callable[[], Any], device: torch.device) -> int:
-    """Return the median nanoseconds of several runs, each until the device is done; of a long call the shorter of two."""
+    """Return the median nanoseconds of several runs, each until the device is done; of a long call the less of two."""
     first, _ = clocked(call, device)  # does not count: on a GPU the first call of a kernel loads it
     if first > _OP_SECONDS * 1e9:
         return min(first, clocked(call, device)[0])

@@ -74,11 +74,15 @@ def source_for(source: str | CostSource, backend: str) -> str | CostSource:
     return "compiled" if backend == "inductor" and source in ("auto", "measured") else source
 
 
-def costed(captured: Captured, device: Device, source: str | CostSource) -> CostedGraph:
-    """Return the captured graph with costs from a source.
+def costed(
+    captured: Captured, device: Device, source: str | CostSource, known: CostedGraph | None = None
+) -> CostedGraph:
+    """Return the captured graph with costs from a source.  known: from the same source, of the program at another size.
 
     Raises UsageError if a user's source returns something else than the captured graph with costs.
     """
+    if known is not None and source in ("auto", "measured") and _follow(known.graph, captured, device):
+        return _scaled(known, captured, device)
     function = COST_SOURCES[source] if isinstance(source, str) else source
     name = source if isinstance(source, str) else getattr(source, "__name__", type(source).__name__)
     found = function(captured, device)
@@ -87,23 +91,19 @@ def costed(captured: Captured, device: Device, source: str | CostSource) -> Cost
     return replace(found, source=found.source or name)
 
 
-def follows(known: Captured, wanted: Captured, device: Device, source: str | CostSource) -> bool:
-    """Return whether the costs at a wanted size are to be taken from known ones: at the known size the program can be
-    run to measure it, and at the wanted one that takes too long."""
-    if source not in ("auto", "measured"):
-        return False
-    budget_s = measure.BUDGET_S
-    fast, slow = (affordable(analytic_costs(each.graph, device), device, budget_s) for each in (known, wanted))
+def _follow(known: Graph, captured: Captured, device: Device) -> bool:
+    """Return whether costs follow from known ones: at their size the program can be run, here that takes too long."""
+    fast, slow = (affordable(analytic_costs(g, device), device, measure.BUDGET_S) for g in (known, captured.graph))
     return fast and not slow
 
 
-def scaled(known: CostedGraph, twin: Graph | None, captured: Captured, device: Device) -> CostedGraph:
-    """Return a captured graph with costs from those at another size.  twin: as for `CostModel`."""
-    size = captured.graph.size
-    costs = CostModel(known.graph, twin, (device,)).graph(size, 0).op_map()
-    ops = tuple(replace(op, cost=costs[op.name].cost) for op in captured.graph.ops)
-    note = f"costs: at {size} they follow from those at {known.graph.size}, since running it takes too long"
-    return replace(known, graph=without_casts(replace(captured.graph, ops=ops)), notes=(*known.notes, note))
+def _scaled(known: CostedGraph, captured: Captured, device: Device) -> CostedGraph:
+    """Return a captured graph with costs that follow from those at another size."""
+    graph = captured.graph
+    costs = CostModel(known.graph, graph, (device,)).graph(graph.size, 0).op_map()
+    ops = tuple(replace(op, cost=costs[op.name].cost) for op in graph.ops)
+    note = f"costs: those at {graph.size} follow from those at {known.graph.size}, since a run takes too long"
+    return replace(known, graph=without_casts(replace(graph, ops=ops)), notes=(*known.notes, note))
 
 
 def _check(found: object, captured: Graph, name: str) -> None:

@@ -19,7 +19,7 @@ from autopart.capture.gc_pause import gc_paused
 from autopart.capture.trace.autocast import is_stand_in
 from autopart.capture.trace.to_graph import require_something_to_train
 from autopart.costs.optimizer_state import narrowest_bytes, state_factor
-from autopart.costs.sources import CostedGraph, costed, follows, scaled, source_for
+from autopart.costs.sources import CostedGraph, costed, source_for
 from autopart.files.caches import find_plan, keep_plan, planner_digest
 from autopart.files.plans import VERSION, load_plan, match_plan
 from autopart.ir.cluster import DEVICE_KINDS, Cluster
@@ -175,9 +175,9 @@ def _require_runnable(given: Plan | None, options: Options) -> None:
 
 
 @_phase("taking the costs of its ops")
-def _costs(task: PlanningTask) -> CostedGraph:
+def _costs(task: PlanningTask, known: CostedGraph | None = None) -> CostedGraph:
     source = source_for(task.options.costs, task.options.backend)
-    return costed(task.family.base, task.cluster.devices[0], source)
+    return costed(task.family.base, task.cluster.devices[0], source, known)
 
 
 @_phase("searching a plan")
@@ -287,10 +287,7 @@ def _at_own_size(task: PlanningTask, costs: CostedGraph, plan: Plan, reduction: 
     if family.other is not None and size != captured.graph.size:
         if not family.on_meta:
             own = replace(task, family=family.based_at(size), splits=(plan.micro_rows,))
-            device, source = task.cluster.devices[0], source_for(task.options.costs, task.options.backend)
-            known = follows(captured, own.family.base, device, source)
-            twin = family.twin(costs.graph)
-            measured = scaled(costs, twin, own.family.base, device) if known else _costs(own)
+            measured = _costs(own, costs)
             task, plan = _with_enough_rows(own, measured, _built(own, measured))
             captured, costs = own.family.base, measured
         else:

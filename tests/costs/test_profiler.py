@@ -15,6 +15,7 @@ from autopart.batch.batch import flatten
 from autopart.capture import Captured, capture
 from autopart.costs import measure, profiler
 from autopart.costs.profiler import profile_costs
+from autopart.costs.sources import costed
 from autopart.ir.cluster import Device
 from autopart.ir.graph import Graph, check_cost
 from autopart.passes.ops.analytic_costs import analytic_costs
@@ -189,3 +190,20 @@ def test_equal_ops_of_equal_layers_share_their_samples(path: Path, monkeypatch: 
     linear = [op.cost for op in graph.ops if op.target.startswith("aten.linear")]
     assert len({cost.fwd_ns for cost in linear[1:]}) == len({cost.bwd_ns for cost in linear[1:]}) == 1
     assert linear[0].bwd_ns != linear[1].bwd_ns  # its input needs no gradient: it is not equal
+
+
+def test_costs_of_a_size_that_takes_too_long_to_run_follow_from_those_that_were_measured(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small, large = heavy(8), heavy(2048)
+    limit = sum(op.cost.total_ns for op in analytic_costs(large.graph, DEVICE).ops) * 1e-9
+    monkeypatch.setattr(measure, "BUDGET_S", limit)  # a quarter of it is allowed
+    known = costed(small, DEVICE, "measured")
+    monkeypatch.setattr(profiler.Program, "run", lambda self: pytest.fail("it was run at a size that takes too long"))
+    monkeypatch.setattr(measure, "_measured", lambda *_: pytest.fail("an op was run"))
+    found = costed(large, DEVICE, "measured", known)
+    assert found.graph.size == large.graph.size and "follow" in found.notes[-1]
+    costs = known.graph.op_map()
+    for op in found.graph.ops:
+        if op.target.startswith("aten.linear"):
+            assert 64 < op.cost.fwd_ns / costs[op.name].cost.fwd_ns <= 257  # 256 times the rows, one launch

@@ -64,7 +64,6 @@ to cut the batch must be promised to become one of them."""
 LONG = 64
 """Tokens of a sequence from which slices are suggested."""
 
-
 RUN_ORDERS = ("eager",)
 """Backends for whose stages the planner may choose split backwards and several stages a rank by itself."""
 
@@ -104,9 +103,8 @@ def make_plan(
 ) -> Planned:
     """Plan a model for batches like `batch` on `cluster`.  to_run: only plans that the runtime can run, exactly.
 
-    tell: is told the size at which the plan is likely to run as soon as that is known, so that other ranks capture
-    while this one goes on; the plan may be at another one.  Raises CaptureError, RefusedError, UsageError, PlanError,
-    InfeasibleError.
+    tell: is told the likely size of the plan as soon as that is known, so that other ranks can capture meanwhile.
+    Raises CaptureError, RefusedError, UsageError, PlanError, InfeasibleError.
     """
     given = read_plan(options)
     if to_run:
@@ -118,20 +116,19 @@ def make_plan(
         tell(Size(max(given.micro_rows)))
         return _given(given, captures, batch, cluster, options)
     try:
-        return _searched(captures, batch, cluster, options, to_run=to_run, tell=tell)
+        return _searched(captures, batch, cluster, options, to_run, tell)
     except (CaptureError, RefusedError) as refusal:
         if options.micro_batches is not None or batch.rows in (None, 1):
             raise
         try:  # the whole batch may still run
-            whole = replace(options, micro_batches=1)
-            found = _searched(captures, batch, cluster, whole, to_run=to_run, tell=tell)
+            found = _searched(captures, batch, cluster, replace(options, micro_batches=1), to_run, tell)
         except AutopartError:
             raise refusal from None
         return replace(found, plan=found.plan.with_notes(f"only one micro-batch was tried: {refusal.what}"))
 
 
 def _searched(
-    captures: CaptureCache, batch: Batch, cluster: Cluster, options: Options, *, to_run: bool, tell: Tell
+    captures: CaptureCache, batch: Batch, cluster: Cluster, options: Options, to_run: bool, tell: Tell
 ) -> Planned:
     # The program at every size that micro-batches may have, from captures at two sizes.
     splits = ways_to_split(batch, options.micro_batches)

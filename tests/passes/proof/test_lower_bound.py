@@ -11,9 +11,9 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from ortools.sat.python import cp_model
-from support.drawn_clusters import drawn, found_for
 from support.grids import sampled
 from support.languages.graphs import cluster, graph
+from support.oracles.drawn_clusters import drawn, found_for
 from support.oracles.planner_oracle import Kind, Problem, candidates, planned, problem, problems
 
 from autopart.passes.proof.lower_bound import _most_work, _priced, lower_bound

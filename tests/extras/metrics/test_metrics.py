@@ -16,7 +16,7 @@ from support.workers import Workers
 from torch import nn
 
 import autopart
-from autopart.extras.metrics import log
+from autopart.extras.metrics import sinks
 from autopart.extras.metrics.log import MetricsLog
 from autopart.extras.metrics.metrics import DRIFT_STEPS, Meter, Metrics, drift_line
 from autopart.ir.actions import parse_action
@@ -205,10 +205,14 @@ def test_a_log_refuses_what_it_cannot_write(tmp_path: Path, monkeypatch: pytest.
         MetricsLog(tmp_path / "run.jsonl", tensorboard=False).add(Still(NUMBERS), loss=3.0)
     with pytest.raises(UsageError, match="every is 0"):
         MetricsLog(tmp_path / "run.jsonl", every=0)
-    monkeypatch.setattr(log, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match="TensorBoard is not installed") as caught:
-        MetricsLog(tmp_path / "run.jsonl", tensorboard=True)
-    assert caught.value.fix == 'pip install "autopart[tensorboard]"'
+    with pytest.raises(UsageError, match="'comet' is no sink") as caught:
+        MetricsLog(tmp_path / "run.jsonl", to="comet")
+    assert "mlflow, tensorboard, trackio, wandb" in caught.value.fix
+    monkeypatch.setattr(sinks, "find_spec", lambda name: None)
+    for asked in ({"tensorboard": True}, {"to": ["wandb"]}):
+        with pytest.raises(UsageError, match="is not installed") as caught:
+            MetricsLog(tmp_path / "run.jsonl", **asked)
+        assert caught.value.fix == f"pip install {'wandb' if 'to' in asked else 'tensorboard'}"
 
 
 def test_tensorboard_gets_every_number(tmp_path: Path) -> None:

@@ -102,6 +102,7 @@ PARTS = {
         "users/docs/test_examples.py",
         "extras/test_extras.py",
         "users/docs/test_example_scripts.py",
+        "users/docs/test_readme.py",
         "planning/test_planning.py",
         "benchmarks",
         "users/cli",

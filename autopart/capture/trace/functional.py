@@ -1,9 +1,9 @@
 """An exported program without in-place ops made functional, with each distinct op decomposed once.
 
-`run_decompositions` traces the whole program again to find what becomes of its ops, though a deep model repeats a few
-dozen of them.  Where no op writes to memory, equal calls (`call_key`) become the same ops.  So torch decomposes a
-small program that holds each distinct call once, on operands of its own, and its answers replace the calls of the large
-one.  That halves the time to capture a model of 12 layers.
+`run_decompositions` traces the whole program again to find what becomes of its ops, though most stay as they are
+(`_stays`), and a deep model repeats a few dozen others.  Where no op writes to memory, equal calls (`call_key`) become
+the same ops.  So torch decomposes a small program that holds each distinct call of the others once, on operands of its
+own, and its answers replace these calls.  Answers are remembered: models are captured again.
 
 An op in an autocast region of its own (`autocast`) counts as one call, whose casts become ops.  Any other
 program (an op that changes a tensor, another higher-order op, sizes that depend on data, a complex or quantized
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._C import DispatchKey
 from torch._higher_order_ops.wrap import wrap_with_autocast
 from torch.export import ExportedProgram
 from torch.export.exported_program import ModuleCallEntry, ModuleCallSignature
@@ -207,12 +208,16 @@ def _spliced(
         env[node] = graph.create_node("placeholder", node.target, node.args, name=node.name)
         env[node].meta = dict(node.meta)
     for call in calls:
-        answer = found[call.key]
-        local = dict(zip(answer.operands, (env[operand] for operand in call.operands), strict=True))
-        for node in answer.nodes:
-            if node not in local:
-                _copied(graph, node, local, call.node.meta)
-        made = [local[result] for result in answer.results]
+        if (answer := found.get(call.key)) is None:
+            args, kwargs = fx.map_arg((call.args, call.kwargs), env.__getitem__)
+            copy, *picks = _added(graph, call.node.target, args, kwargs, call.node.meta)
+            made = picks or [copy]
+        else:
+            local = dict(zip(answer.operands, (env[operand] for operand in call.operands), strict=True))
+            for node in answer.nodes:
+                if node not in local:
+                    _copied(graph, node, local, call.node.meta)
+            made = [local[result] for result in answer.results]
         if call.body is not None:
             _check_precision(call.node, call.body, made)
         if isinstance(call.node.meta["val"], torch.Tensor):
@@ -237,18 +242,21 @@ def _check_precision(region: fx.Node, body: fx.GraphModule, results: list[fx.Nod
 
 
 def _copied(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node], meta: Mapping[str, Any]) -> None:
-    """Copy an op and pick each of its results, under the names that torch gives them."""
+    """Copy an op and pick each of its results."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
-    target: Any = node.target
-    name = graph._target_to_str(target.overloadpacket.__name__)
-    env[node] = copy = graph.create_node("call_function", target, args, kwargs, name=name)
     mode = pytree.tree_leaves(meta["val"])[0].fake_mode
     value = pytree.tree_map_only(torch.Tensor, lambda tensor: _fake(tensor, mode), node.meta["val"])
-    copy.meta = dict(meta, val=value)
-    if isinstance(value, torch.Tensor):
-        return
-    picks = picks_of(copy, value)
-    env |= {user: picks[user.args[1]] for user in node.users}  # type: ignore[index]
+    env[node], *picks = _added(graph, node.target, args, kwargs, {**meta, "val": value})
+    if picks:
+        env |= {user: picks[user.args[1]] for user in node.users}  # type: ignore[index]
+
+
+def _added(graph: fx.Graph, target: Any, args: Any, kwargs: Any, meta: Mapping[str, Any]) -> list[fx.Node]:
+    """Add a call, and the picks of its results if it has several, under the names that torch gives them."""
+    name = graph._target_to_str(target.overloadpacket.__name__)
+    call = graph.create_node("call_function", target, args, kwargs, name=name)
+    call.meta = dict(meta)
+    return [call] if isinstance(meta["val"], torch.Tensor) else [call, *picks_of(call, meta["val"])]
 
 
 # -- what torch makes of each distinct call -------------------------------------------------------------------------
@@ -260,12 +268,13 @@ _MOST_KNOWN = 1000
 
 
 def _answers(calls: list[_Call]) -> dict[Hashable, _Answer]:
-    """Return what torch makes of each distinct call, by decomposing one program that holds those not seen before.
+    """Return what torch makes of each distinct call that does not stay, by decomposing one program that holds those
+    not seen before.
 
     Raises NotImplementedError if `run_decompositions` has to be used for the whole program.
     """
     state = (torch.get_default_dtype(), torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled())
-    distinct = {call.key: call for call in calls}
+    distinct = {call.key: call for call in calls if call.body is not None or not _stays(call.node.target)}
     found = {key: _KNOWN[state, key] for key in distinct if (state, key) in _KNOWN}
     distinct = {key: call for key, call in distinct.items() if key not in found}
     if not distinct:
@@ -286,6 +295,15 @@ def _answers(calls: list[_Call]) -> dict[Hashable, _Answer]:
             raise NotImplementedError
         found[key] = _KNOWN[state, key] = _Answer(own, tuple(sorted(nodes)), out)
     return found
+
+
+@functools.cache
+def _stays(op: torch._ops.OpOverload) -> bool:
+    """Return whether torch leaves calls of an op as they are, because no kernel of it is made of other ops."""
+    others = DispatchKey.CompositeImplicitAutograd
+    made = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), others.name)
+    known = op.namespace == "aten" and op is not _aten.lift_fresh_copy.default
+    return known and not made and not {others, DispatchKey.Autograd} & op.py_kernels.keys()
 
 
 def _put(graph: fx.Graph, call: _Call, operands: list[fx.Node], bodies: dict[str, fx.GraphModule]) -> list[fx.Node]:

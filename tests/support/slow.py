@@ -30,6 +30,7 @@ PARTS = {
         "e2e/data/test_data.py",
         "e2e/models/test_models_from_meta.py",
         "e2e/failures/test_checkpoints.py",
+        "e2e/failures/test_failing_saves.py",
         "e2e/models/test_own_state.py",
         "e2e/plans/test_idle_ranks.py",
         "e2e/data/test_sampler.py",

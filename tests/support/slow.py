@@ -75,7 +75,6 @@ PARTS = {
         "users/integrations",
         "capture/test_capture.py",
         "capture/trace/test_checkpointing.py",
-        "capture/trace/test_composite_ops.py",
         "capture/trace/test_grouped_products.py",
         "capture/trace/test_forward_derivatives.py",
         "planning/derive/test_infer_size.py",

@@ -1,9 +1,10 @@
 """An exported program without in-place ops made functional, with each distinct op decomposed once.
 
-`run_decompositions` traces the whole program again to find what becomes of its ops, though most stay as they are
-(`_stays`), and a deep model repeats a few dozen others.  Where no op writes to memory, equal calls (`call_key`) become
-the same ops.  So torch decomposes a small program that holds each distinct call of the others once, on operands of its
-own, and its answers replace these calls.  Answers are remembered: models are captured again.
+`run_decompositions` traces the whole program again to find what becomes of its ops, though a deep model repeats a few
+dozen of them.  Where no op writes to memory, equal calls (`call_key`) become the same ops, and most stay what they are,
+since torch's dispatcher does not compose them of others (`_stays`).  So torch decomposes a small program that holds
+each of the other distinct calls once, on operands of its own, and its answers replace the calls of the large one.
+They are remembered, because models are captured again.
 
 An op in an autocast region of its own (`autocast`) counts as one call, whose casts become ops.  Any other
 program (an op that changes a tensor, another higher-order op, sizes that depend on data, a complex or quantized
@@ -15,15 +16,14 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
-from torch._C import DispatchKey
 from torch._higher_order_ops.wrap import wrap_with_autocast
-from torch.export import ExportedProgram
+from torch.export import ExportedProgram, exported_program
 from torch.export.exported_program import ModuleCallEntry, ModuleCallSignature
 from torch.export.graph_signature import (
     ExportGraphSignature,
@@ -42,6 +42,18 @@ from autopart.passes.ops.row import ASSERTION
 from autopart.passes.ops.table import row_of
 
 _aten = torch.ops.aten
+_KEY: Any = torch._C.DispatchKey
+_BY_PYTHON = {_KEY.CompositeImplicitAutograd, _KEY.Autograd, _KEY.AutogradCPU, _KEY.AutogradCUDA, _KEY.Functionalize}
+"""Dispatch keys under which an op may be written in Python, of other ops."""
+_FORMS = {
+    "float": float,
+    "int": int,
+    "bool": bool,
+    "List[int]": list,
+    "List[Tensor]": list,
+    "List[Optional[Tensor]]": list,
+}
+"""What the dispatcher makes of an argument of a type."""
 
 
 def call_key(
@@ -208,16 +220,15 @@ def _spliced(
         env[node] = graph.create_node("placeholder", node.target, node.args, name=node.name)
         env[node].meta = dict(node.meta)
     for call in calls:
-        if (answer := found.get(call.key)) is None:
-            args, kwargs = fx.map_arg((call.args, call.kwargs), env.__getitem__)
-            copy, *picks = _added(graph, call.node.target, args, kwargs, call.node.meta)
-            made = picks or [copy]
-        else:
-            local = dict(zip(answer.operands, (env[operand] for operand in call.operands), strict=True))
-            for node in answer.nodes:
-                if node not in local:
-                    _copied(graph, node, local, call.node.meta)
-            made = [local[result] for result in answer.results]
+        answer = found.get(call.key)
+        if answer is None:  # it stays what it is
+            _copied(graph, call.node, env, call.node.meta, (call.args, call.kwargs))
+            continue
+        local = dict(zip(answer.operands, (env[operand] for operand in call.operands), strict=True))
+        for node in answer.nodes:
+            if node not in local:
+                _copied(graph, node, local, call.node.meta)
+        made = [local[result] for result in answer.results]
         if call.body is not None:
             _check_precision(call.node, call.body, made)
         if isinstance(call.node.meta["val"], torch.Tensor):
@@ -241,22 +252,22 @@ def _check_precision(region: fx.Node, body: fx.GraphModule, results: list[fx.Nod
             )
 
 
-def _copied(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node], meta: Mapping[str, Any]) -> None:
-    """Copy an op and pick each of its results."""
-    args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+def _copied(
+    graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node], meta: Mapping[str, Any], given: Any = None
+) -> None:
+    """Copy an op and pick each of its results, under the names that torch gives them.  given: its arguments, if they
+    are not those of the node."""
+    args, kwargs = fx.map_arg(given or (node.args, node.kwargs), env.__getitem__)
+    target: Any = node.target
+    name = graph._target_to_str(target.overloadpacket.__name__)
+    env[node] = copy = graph.create_node("call_function", target, args, kwargs, name=name)
     mode = pytree.tree_leaves(meta["val"])[0].fake_mode
     value = pytree.tree_map_only(torch.Tensor, lambda tensor: _fake(tensor, mode), node.meta["val"])
-    env[node], *picks = _added(graph, node.target, args, kwargs, {**meta, "val": value})
-    if picks:
-        env |= {user: picks[user.args[1]] for user in node.users}  # type: ignore[index]
-
-
-def _added(graph: fx.Graph, target: Any, args: Any, kwargs: Any, meta: Mapping[str, Any]) -> list[fx.Node]:
-    """Add a call, and the picks of its results if it has several, under the names that torch gives them."""
-    name = graph._target_to_str(target.overloadpacket.__name__)
-    call = graph.create_node("call_function", target, args, kwargs, name=name)
-    call.meta = dict(meta)
-    return [call] if isinstance(meta["val"], torch.Tensor) else [call, *picks_of(call, meta["val"])]
+    copy.meta = dict(meta, val=value)
+    if isinstance(value, torch.Tensor):
+        return
+    picks = picks_of(copy, value)
+    env |= {user: picks[user.args[1]] for user in node.users}  # type: ignore[index]
 
 
 # -- what torch makes of each distinct call -------------------------------------------------------------------------
@@ -268,13 +279,15 @@ _MOST_KNOWN = 1000
 
 
 def _answers(calls: list[_Call]) -> dict[Hashable, _Answer]:
-    """Return what torch makes of each distinct call that does not stay, by decomposing one program that holds those
-    not seen before.
+    """Return what torch makes of each distinct call that does not stay as it is, by decomposing one program that holds
+    those not seen before.
 
     Raises NotImplementedError if `run_decompositions` has to be used for the whole program.
     """
+    composite: Any = exported_program
+    kept: set[Any] = composite._collect_all_valid_cia_ops()
     state = (torch.get_default_dtype(), torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled())
-    distinct = {call.key: call for call in calls if call.body is not None or not _stays(call.node.target)}
+    distinct = {call.key: call for call in calls if not _stays(call, kept)}
     found = {key: _KNOWN[state, key] for key in distinct if (state, key) in _KNOWN}
     distinct = {key: call for key, call in distinct.items() if key not in found}
     if not distinct:
@@ -297,13 +310,34 @@ def _answers(calls: list[_Call]) -> dict[Hashable, _Answer]:
     return found
 
 
-@functools.cache
-def _stays(op: torch._ops.OpOverload) -> bool:
-    """Return whether torch leaves calls of an op as they are, because no kernel of it is made of other ops."""
-    others = DispatchKey.CompositeImplicitAutograd
-    made = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), others.name)
-    known = op.namespace == "aten" and op is not _aten.lift_fresh_copy.default
-    return known and not made and not {others, DispatchKey.Autograd} & op.py_kernels.keys()
+def _stays(call: _Call, kept: Container[Any]) -> bool:
+    """Return whether a call stays what it is: the op has a kernel of its own, or torch is told to keep it, and
+    nothing written in Python stands in for it.  An op of a library may have any kernel: it is decomposed.
+
+    kept: the composite ops that torch is told to keep."""
+    target: Any = call.node.target
+    if call.body is not None or target.namespace != "aten" or _BY_PYTHON.intersection(target.py_kernels):
+        return False
+    composed = torch._C._dispatch_has_kernel_for_dispatch_key
+    if composed(target.name(), "CompositeExplicitAutogradNonFunctional") or not _as_dispatched(call):
+        return False
+    return target in kept or not composed(target.name(), "CompositeImplicitAutograd")
+
+
+def _as_dispatched(call: _Call) -> bool:
+    """Return whether the arguments of a call have the form that torch's dispatcher gives them: in order, of the types
+    of the schema, without defaults at the end.  Python that calls an op by name may give them in any form."""
+    target: Any = call.node.target
+    arguments = target._schema.arguments
+    given = [
+        *zip(arguments, call.args, strict=False),
+        *((a, call.kwargs[a.name]) for a in arguments if a.name in call.kwargs),
+    ]
+    if any(a.has_default_value() and value == a.default_value for a, value in given[-1:]):
+        return False
+    if any(not a.kwarg_only or value == a.default_value for a, value in given[len(call.args) :]):
+        return False
+    return all(isinstance(value, _FORMS.get(str(a.real_type), object)) for a, value in given)
 
 
 def _put(graph: fx.Graph, call: _Call, operands: list[fx.Node], bodies: dict[str, fx.GraphModule]) -> list[fx.Node]:

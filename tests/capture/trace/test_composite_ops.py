@@ -7,14 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.jobs.step_jobs import EVERY
 from torch import nn
-from torch.utils import _pytree as pytree
 
 import autopart
 from autopart.batch.batch import flatten
-from autopart.capture import CaptureCache, Captured, capture
-from autopart.capture.trace import functional
+from autopart.capture import Captured, capture
 from autopart.ir.errors import StageError
 from autopart.ir.graph import Size
 from autopart.passes.ops.table import has_row
@@ -111,26 +108,3 @@ def test_ops_that_an_earlier_capture_took_apart_are_not_taken_apart_again(monkey
         if isinstance(mine, torch.Tensor):
             assert (mine.shape, mine.stride(), mine.dtype) == (before.shape, before.stride(), before.dtype)
             assert mine.fake_mode is not before.fake_mode  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize(
-    "name", [name if name in ("bert", "batch_norm") else pytest.param(name, marks=pytest.mark.slow) for name in EVERY]
-)
-def test_ops_that_stay_are_what_torch_makes_of_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = EVERY[name]
-    batch = flatten(case.data(4), with_target=case.loss_fn is not None)
-    programs = []
-    for stays in (functional._stays, lambda op: False):
-        monkeypatch.setattr(functional, "_stays", stays)
-        monkeypatch.setattr(functional, "_KNOWN", {})
-        try:
-            programs.append(CaptureCache(case.model(), case.loss_fn)(batch, Size(2)))
-        except autopart.CaptureError:
-            pytest.skip("cannot be captured")
-    mine, torchs = programs
-    assert mine.graph == torchs.graph and mine.module.code == torchs.module.code
-    for node, other in zip(mine.module.graph.nodes, torchs.module.graph.nodes, strict=True):
-        values, others = (pytree.tree_leaves(each.meta.get("val")) for each in (node, other))
-        for value, expected in zip(values, others, strict=True):
-            if isinstance(value, torch.Tensor):
-                assert (value.shape, value.stride(), value.dtype) == (expected.shape, expected.stride(), expected.dtype)

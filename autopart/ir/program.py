@@ -22,7 +22,7 @@ from autopart.ir.actions import (
     Action,
     Slot,
 )
-from autopart.ir.shares import Division, Transfer, common_period, division, split_rows
+from autopart.ir.shares import Division, Transfer, common_period, division, split_among
 
 MESSAGES_AHEAD = 2
 """Number of receives that a channel posts before they are needed; each of them and each send under way has a buffer."""
@@ -214,8 +214,7 @@ class Program:
         return self._transfers(send.stage, send.peer, send.micro)
 
     def _transfers(self, src: int, dst: int, micro: int) -> tuple[Transfer, ...]:
-        senders, receivers = self.stage_ranks[src], self.stage_ranks[dst]
-        return split_rows(senders, receivers, self.division(src).cuts(micro), self.division(dst).cuts(micro))
+        return split_among(self.stage_ranks[src], self.stage_ranks[dst], self.division(src), self.division(dst), micro)
 
     def channels(self, src: int, dst: int) -> tuple[tuple[int, int], ...]:
         """Return the pairs (rank of src, rank of dst) that may exchange messages, in the order of the first ones."""

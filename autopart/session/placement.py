@@ -13,6 +13,7 @@ from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision, Stage
 from autopart.ir.shares import Piece, cut, overlap, owners_of, whole
 from autopart.passes.program.routing import homes, tied
+from autopart.passes.shards.choice import pieces_of
 from autopart.runtime.group.world import World
 from autopart.runtime.messages.moves import Route, move_tensors
 from autopart.runtime.sums.shared_values import Sharing
@@ -100,15 +101,15 @@ def placement_of(graph: Graph, decision: Decision) -> Placement:
     for number, stage in enumerate(decision.stages):
         used = dict.fromkeys(name for op in stage.ops for name in ops[op].params if name not in constants)
         used.update(dict.fromkeys(name for name, home in unused.items() if home == number))
-        axes = {name: axis for each in SHARDINGS for name, axis in each.axes(graph, stage).items() if name in used}
-        shared = [name for name in used if name in trained and name not in axes]
+        parts = _parts_of(graph, stage, used)
+        shared = [name for name in used if name in trained and name not in parts]
         dealt = _dealt(stage, shared, trained, keepers) if decision.zero else {}
         sharing.append(Sharing(stage.ranks, dealt, decision.bucket_bytes))
         for name in used:
-            pieces = cut(name, axes[name], len(stage.ranks)) if name in axes else (whole(name),)
+            pieces = parts.get(name, (whole(name),))
             if cuts.setdefault(name, pieces) != pieces or (len(pieces) > 1 and pieces[0] in holders):
                 raise PlanError(f"{name} is cut into pieces, and several stages use it", fix="put them into one stage")
-            holding = [stage.ranks] if len(pieces) == 1 else [(rank,) for rank in stage.ranks]
+            holding = [stage.ranks[place :: len(pieces)] for place in range(len(pieces))]
             for piece, ranks in zip(pieces, holding, strict=True):
                 keeping = (dealt[name],) if name in dealt else ranks
                 owners.setdefault(piece, keeping[0])
@@ -126,6 +127,16 @@ def placement_of(graph: Graph, decision: Decision) -> Placement:
     held, kept = ({piece: tuple(sorted(ranks)) for piece, ranks in of.items()} for of in (holders, keepers))
     cuts = {name: pieces for name, pieces in cuts.items() if len(pieces) > 1}
     return Placement(held, kept, owners, cuts, tuple(sharing), dict(tied(decision, graph)))
+
+
+def _parts_of(graph: Graph, stage: Stage, used: Collection[str]) -> dict[str, tuple[Piece, ...]]:
+    """Return the pieces of each parameter that the ranks of a stage divide."""
+    axes = {name: axis for each in SHARDINGS for name, axis in each.axes(graph, stage).items() if name in used}
+    found = {name: cut(name, axis, len(stage.ranks)) for name, axis in axes.items()}
+    for name, state in pieces_of(graph, stage.shards).items() if stage.shards > 1 else ():
+        if name in used:
+            found[name] = cut(name, state.axis, stage.shards, state.before)
+    return found
 
 
 def _check_shared(graph: Graph, decision: Decision) -> None:

@@ -1,0 +1,95 @@
+"""Plans with tensor parallelism: what they cannot be combined with yet, and how they are made from plans for groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from autopart.ir.cluster import Cluster
+from autopart.ir.errors import RefusedError
+from autopart.ir.graph import Graph
+from autopart.ir.plan import Plan
+from autopart.options import Options
+from autopart.passes.ops.cost_model import CostModel
+from autopart.passes.pipeline import PlannerInput
+from autopart.passes.program.schedules import find
+from autopart.passes.search.space import PlanRequest
+from autopart.passes.shards.choice import choose
+from autopart.passes.shards.costs import grouped, sharded_graph, spelled_out
+from autopart.passes.shards.states import CUT_KIND
+from autopart.passes.simulation.stage_costs import device_types
+
+
+def require_shardable(graph: Graph, options: Options, plan: Plan | None = None) -> None:
+    """Raise RefusedError for what does not run, exactly, with tensor parallelism: nothing is silently wrong.
+
+    plan: that is given or was made, None before planning."""
+    for what, fix in _refusals(graph, options, plan):
+        raise RefusedError(f"tensor_parallel does not run with {what} yet", fix=f"{fix}, or use tensor_parallel=1")
+
+
+def _refusals(graph: Graph, options: Options, plan: Plan | None) -> Iterator[tuple[str, str]]:
+    """Yield (what, what to do)."""
+    given = (
+        (options.token_slices is not None, "slices of sequences", "leave token_slices out"),
+        (options.replica_policy == "turn", "replicas in turn", 'use replica_policy="split"'),
+        (options.zero == 1, "shared optimizer state", "use zero=0"),
+        (options.backend != "eager", "compiled stages", 'use backend="eager"'),
+        (options.master_weights, "master weights", "use master_weights=False"),
+        (options.weights is not None, "weights=", "build the model with values"),
+        (options.precision not in (None, "fp32"), f"precision {options.precision}", 'use precision="fp32"'),
+        (_many_replicas(options.replicas), "replicas", "use replicas=1"),
+        (options.recompute not in ("auto", "off"), "recompute=", 'use recompute="off"'),
+        (options.schedule != "auto" and not find(options.schedule).synchronous, options.schedule, 'use "1f1b"'),
+    )
+    yield from ((what, fix) for present, what, fix in given if present)
+    for op in graph.ops:
+        if "batch_norm" in op.target and ("training", True) in op.attrs:
+            yield f"batch statistics (module {op.module} at {op.where})", "put the norm into eval mode"
+        if op.random:
+            yield f"dropout (module {op.module} at {op.where})", "set its p to 0"
+    if graph.before:
+        yield "a plan that begins behind frozen layers", "train all layers"
+    if plan is not None:
+        decision = plan.decision
+        planned = (
+            (decision.zero == 1, "shared optimizer state", "plan with zero=0"),
+            (bool(decision.token_slices), "slices of sequences", "plan without token_slices"),
+            (not find(decision.schedule).synchronous, f"schedule {decision.schedule}", 'plan with "1f1b"'),
+            (any(s.recompute for s in decision.stages), "recomputation", 'plan with recompute="off"'),
+            (any(len(s.ranks) > s.shards for s in decision.stages), "replicas", "plan with replicas=1"),
+            (plan.provenance.precision != "fp32", f"precision {plan.provenance.precision}", "plan in fp32"),
+        )
+        yield from ((what, fix) for present, what, fix in planned if present)
+
+
+def _many_replicas(replicas: int | tuple[int, ...] | None) -> bool:
+    return replicas is not None and (max(replicas) if isinstance(replicas, tuple) else replicas) > 1
+
+
+def for_groups(
+    asked: PlannerInput, twin: Graph | None, cluster: Cluster, request: PlanRequest, shards: int
+) -> tuple[PlannerInput, Graph | None, Cluster, PlanRequest]:
+    """Return what to plan for the groups of ranks that compute together."""
+    graph = sharded_graph(asked.graph, cluster, shards)
+    other = None if twin is None else sharded_graph(twin, cluster, shards)
+    groups = grouped(cluster, shards)
+    request = replace(request, replicas=1, zero=0, recompute="off", recomputed=())
+    model = CostModel(graph, other, device_types(groups))
+    return replace(asked, graph=graph, cost_model=model), other, groups, request
+
+
+def for_ranks(plan: Plan, graph: Graph, shards: int) -> Plan:
+    """Return a plan for groups as one for their ranks.  graph: that all of them compute."""
+    made_for = replace(plan.provenance, graph_digest=graph.shape_digest(), structure_digest=graph.structure_digest())
+    found = replace(plan, provenance=made_for, decision=spelled_out(plan.decision, shards))
+    return found.with_notes(*_notes(graph, shards))
+
+
+def _notes(graph: Graph, shards: int) -> Iterator[str]:
+    assignment = choose(graph, shards)
+    whole = [p for p in graph.params if p.trainable and assignment.states[p.name].kind != CUT_KIND]
+    large = [p for p in whole if len(p.shape) > 1]
+    if large:
+        more = f" and {len(large) - 1} more" if len(large) > 1 else ""
+        yield f"tensor_parallel leaves {large[0].name}{more} whole on every rank: no op is cut along it"

@@ -1,0 +1,136 @@
+"""The code of the ranks of a shard group gives the loss and every gradient of the whole program, in threads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from support.models.random_models import Random, batch_of, steps
+from support.models.zoo import CASES
+from support.oracles.shards_in_process import Group, captured_at, drawn, errors
+from torch import nn
+
+from autopart.ir.errors import PlanError, RefusedError
+from autopart.passes.shards import states as table
+from autopart.passes.shards.choice import choose
+from autopart.passes.shards.states import KEEP, Transition
+from autopart.runtime.stages import shard_group
+
+EXACT = 1e-10
+FAST = ("gpt2", "llama_tied")
+MODELS = ("gpt2", "llama_tied", "qwen3", "bert", "t5", "vit", "mixtral", "opt", "gpt_neox", "gemma2")
+
+
+def captured_case(name: str) -> Any:
+    case = CASES[name]
+    return captured_at(case.model(dtype=torch.float64), case.data(4, torch.float64))
+
+
+@pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in MODELS])
+def test_models_are_exact_under_the_rule(name: str) -> None:
+    captured, inputs = captured_case(name)
+    for shards in (2, 4):
+        for sequence in (True, False):
+            try:
+                assignment = choose(captured.graph, shards, sequence=sequence)
+            except RefusedError as refusal:
+                assert shards == 4 and "equal parts" in refusal.what
+                continue
+            assert errors(captured, inputs, assignment) < EXACT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_models_are_exact_under_any_legal_assignment(name: str) -> None:
+    captured, inputs = captured_case(name)
+    for seed in range(200 if name in FAST else 40):
+        assert errors(captured, inputs, drawn(captured.graph, 2, seed)) < EXACT, seed
+
+
+@given(steps(), st.integers(0, 1 << 16))
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+def test_random_programs_are_exact_under_any_legal_assignment(program: tuple, seed: int) -> None:
+    given = batch_of(4)
+    batch = {name: t.double() if t.is_floating_point() else t for name, t in given.items() if t is not None}
+    captured, inputs = captured_at(Random(program).double(), {**given, **batch}, 4)
+    assume(any(value.grad for value in captured.graph.values))
+    assert errors(captured, inputs, drawn(captured.graph, 2, seed)) < EXACT
+
+
+class Mixed(nn.Module):
+    """A bias behind a product that sums over ranks, a table that is read whole and cut, a mean over what is cut, and
+    labels of which one rank has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.up, self.down = nn.Embedding(12, 8), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.scale = nn.Parameter(torch.ones(16))
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.layer_norm(self.words(ids), (8,))
+        x = x + self.down(torch.tanh(self.up(x)) * self.scale) + self.scale.sum() * x.square().mean(-1, keepdim=True)
+        logits = x @ self.words.weight.t()
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-1)
+
+
+def mixed() -> Any:
+    torch.manual_seed(0)
+    ids = torch.randint(0, 12, (2, 6))
+    labels = ids.roll(-1, 1)
+    labels[:, 1:4] = -1  # of the tokens that a rank has, others count
+    return captured_at(Mixed().double(), (ids, labels))
+
+
+def test_traps_are_exact_under_the_rule_and_under_any_legal_assignment() -> None:
+    captured, inputs = mixed()
+    assert errors(captured, inputs, choose(captured.graph, 2)) < EXACT
+    for seed in range(20):
+        assert errors(captured, inputs, drawn(captured.graph, 2, seed)) < EXACT, seed
+
+
+@pytest.mark.parametrize("pair", sorted(table.TRANSITIONS))
+def test_every_transition_counts(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong move of any transition that random assignments meet gives wrong numbers or another shape."""
+    right = table.TRANSITIONS[pair]
+    if right == Transition(KEEP, KEEP):
+        return
+    captured, inputs = mixed()
+    wrong = replace(right, forward="first") if right.forward == KEEP else replace(right, forward=KEEP)
+    wrong = wrong if right.backward == KEEP else replace(right, backward=KEEP)
+    monkeypatch.setitem(table.TRANSITIONS, pair, wrong)
+    found = []
+    for seed in range(20):
+        try:
+            found.append(errors(captured, inputs, drawn(captured.graph, 2, seed)))
+        except (RuntimeError, ValueError, IndexError, PlanError):
+            found.append(1.0)
+    assert max(found) > 1e-6
+
+
+def test_a_block_has_two_gathers_and_two_scatters_each_way() -> None:
+    captured, inputs = captured_case("gpt2")
+    one, two = Group(2), Group(2)
+    errors(captured, inputs, choose(captured.graph, 2), one)
+    case = CASES["gpt2"].model(dtype=torch.float64)
+    case.transformer.h = case.transformer.h[:1]
+    shorter, inputs = captured_at(case, CASES["gpt2"].data(4, torch.float64))
+    errors(shorter, inputs, choose(shorter.graph, 2), two)
+    assert one.exchanges - two.exchanges == 2 * 8  # two blocks more
+
+
+def test_a_mean_over_a_cut_axis_is_not_the_mean_of_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured, inputs = mixed()
+    monkeypatch.setattr("autopart.stagecode.shards._Shards._mean", lambda self, node: None)
+    assert max(errors(captured, inputs, drawn(captured.graph, 2, seed)) for seed in range(20)) > 1e-3
+
+
+def test_words_that_do_not_exist_are_refused() -> None:
+    members = Group(1).member(0)
+    with pytest.raises(RuntimeError):
+        shard_group.Vocabulary(members, 4)(torch.ones(4, 2), torch.tensor([4]))
+    with pytest.raises(RuntimeError):
+        shard_group.ClassEntropy(members, -100, mean=True)(torch.ones(1, 4), torch.tensor([7]))

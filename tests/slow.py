@@ -17,7 +17,12 @@ PAGE = ROOT / "docs" / "testing.md"
 
 PARTS = {
     "any-plan": ["e2e/test_any_plan.py"],
-    "replicas": ["e2e/test_replicas.py", "e2e/test_asynchronous.py", "e2e/test_blocking_messages.py"],
+    "replicas": [
+        "e2e/test_replicas.py",
+        "e2e/test_tensor_parallel.py",
+        "e2e/test_asynchronous.py",
+        "e2e/test_blocking_messages.py",
+    ],
     "state": [
         "e2e/test_zero.py",
         "e2e/test_precision.py",

@@ -72,6 +72,8 @@ def trained(world: int, given: dict[str, Any]) -> dict[str, Any]:
             norm = pipe.clip_grad_norm_(0.1)
             found.append((float(loss), float(norm), pipe.gradients()))
             optimizer.step()
+        with pytest.raises(autopart.UsageError, match="Adafactor may look at whole tensors, and this rank holds a part"):
+            torch.optim.Adafactor(pipe.parameters()).step()
         own = {name: tuple(p.shape) for name, p in pipe.named_parameters()}
         state = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
         with pytest.raises(autopart.RefusedError, match="is held in pieces, and would be used by a rank without"):

@@ -35,7 +35,7 @@ from common import RESULTS, machine, spread, write
 import autopart
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))  # the run that the tests have, too
-from support.jobs import elastic_jobs as jobs
+from support.jobs.failures import elastic_jobs as jobs
 
 RANKS, WITHIN_S, REJOIN_S, LATEST_S, PATIENCE_S = 4, 30.0, 1.0, 4.0, 300.0
 """WITHIN_S: what is asked from a kill to the next step.  LATEST_S: of the random instants after the first step."""

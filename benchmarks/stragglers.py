@@ -2,8 +2,8 @@
 
 Two Gloo ranks with 1 thread, each bound to a core of its own.  After some steps two busy loops start on the core of
 rank 1, which leaves it a third.  When the rank is named (`pipe.stragglers`), `pipe.replan` looks for another plan.
-Costs of ops are measured when the first plan is made.  Losses are not looked at here: tests/e2e/test_elastic.py
-compares them with plain training.
+Costs of ops are measured when the first plan is made.  Losses are not looked at here:
+tests/e2e/failures/test_elastic.py compares them with plain training.
 
     python benchmarks/stragglers.py                two minutes on 2 idle cores; writes results/stragglers.json
     python benchmarks/stragglers.py --width 256    small, writes nothing

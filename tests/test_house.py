@@ -12,7 +12,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-import slow
+from support import slow
 
 import autopart
 
@@ -40,7 +40,11 @@ AT_THE_TOP = 8
 
 
 def test_a_folder_has_few_entries_and_a_docstring():
-    hidden = {"__pycache__", "__init__.py", "py.typed"}
+    hidden = {"__pycache__", "__init__.py", "py.typed", "conftest.py"}
+    tests = ROOT / "tests"
+    for folder in {tests, *(path for path in tests.glob("**/*/") if path.name not in hidden)}:
+        shown = [entry.name for entry in folder.iterdir() if entry.name not in hidden]
+        assert len(shown) <= ENTRIES, f"{folder}: {sorted(shown)}"
     for folder in {path.parent for path in CODE}:
         shown = [entry.name for entry in folder.iterdir() if entry.name not in hidden]
         assert len(shown) <= ENTRIES + AT_THE_TOP * (folder == ROOT / "autopart"), f"{folder}: {sorted(shown)}"

@@ -1,4 +1,4 @@
-"""The commands about folders of checkpoints: show, verify, export.  Only what reads tensors loads torch."""
+"""The commands about folders of checkpoints: show, verify, export, convert.  Only what reads tensors loads torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from autopart.files.checkpoints.tensor_files import Stored
 
-app = typer.Typer(name="checkpoint", help="Show and verify checkpoints, and export their weights.")
+app = typer.Typer(name="checkpoint", help="Show, verify and convert checkpoints, and export their weights.")
 
 Folder = Annotated[Path, typer.Argument(help="The folder given to pipe.save, or the one of a single checkpoint")]
 
@@ -123,9 +123,33 @@ def export(
     tensors = read_at(folder, partial(_exported, averages))
     draft = out.with_name(f".{out.name}.tmp")
     try:
+        draft.unlink(missing_ok=True)
         write_tensors(draft, tensors)
         draft.replace(out)
     except OSError as error:
         draft.unlink(missing_ok=True)
         raise CheckpointError("the weights cannot be written", where=str(out), why=str(error)) from error
     say(f"{len(tensors)} tensors written to {out}")
+
+
+@app.command()
+def convert(
+    source: Annotated[
+        Path, typer.Argument(help="A checkpoint, a folder of torch.distributed.checkpoint, or one of Hugging Face")
+    ],
+    out: Annotated[Path, typer.Argument(help="A new folder for DCP, or the folder of checkpoints to add one to")],
+    optimizer: Annotated[
+        str, typer.Option(help="Class of the optimizer of a DCP folder, such as AdamW; none leaves its state out")
+    ] = "",
+    step: Annotated[int | None, typer.Option(help="Training steps taken, where the source does not say", min=0)] = None,
+) -> None:
+    """Convert a checkpoint into a folder of torch.distributed.checkpoint, and such a folder, or one of Hugging Face,
+    into a checkpoint, a few tensors at a time."""
+    from autopart.extras.checkpoints.convert import convert as converted
+
+    if not prints_results():
+        return
+    path, left = converted(source, out, optimizer=optimizer, step=step)
+    say(f"written to {path}")
+    if left:
+        say(f"left out, since a checkpoint has no place for it: {', '.join(sorted(left)[:10])}")

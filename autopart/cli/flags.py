@@ -53,8 +53,10 @@ class _Flag(NamedTuple):
 
 
 _FLAGS = {
+    "stages": _Flag("auto|N"),
+    "micro_batches": _Flag("auto|N"),
     "replicas": _Flag(
-        "N|N,N,...", text="devices that run each stage on different rows: one number, or one for each stage"
+        "auto|N|N,N,...", text="devices that run each stage on different rows: one number, or one for each stage"
     ),
     "schedule": _Flag("|".join((*OPTIONS["schedule"].values.choices(), "FILE.csv"))),
     "stages_per_rank": _Flag("auto|K"),
@@ -91,7 +93,7 @@ def _parameters() -> Iterator[inspect.Parameter]:
         if flag.repeat:
             kind, text = list[str] | None, f"{text} ({flag.repeat})"
         elif kind is not bool:
-            whole = kind in (int, int | None) and name != "bucket_bytes"
+            whole = kind in (int, int | None) and name != "bucket_bytes" and not row.values.auto
             kind = (int if whole else float if kind is float else str) | None
         metavar = flag.metavar or "|".join(row.values.choices()) or None
         made = typer.Option(flag_of(name), metavar=metavar, help=text[:1].upper() + text[1:], rich_help_panel=group)
@@ -134,7 +136,7 @@ def _value(name: str, given: Any) -> Any:
         return dict(_pair(text, "--pin", "lm_head=3") for text in given)
     if name == "rows_axis":
         return dict(_pair(text, "--rows-axis", "positions=1", none="none") for text in given)
-    if name in ("replicas", "token_slices", "zero"):
+    if name in ("stages", "micro_batches", "stages_per_rank", "replicas", "token_slices", "zero"):
         words = given.split(",")
         if all(word.strip().isdecimal() for word in words):
             return int(given) if len(words) == 1 else tuple(map(int, words))

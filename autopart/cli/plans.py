@@ -14,7 +14,7 @@ from autopart import api
 from autopart.cli.flags import ClusterName, ModelName, Rows, Seed, Tokens, TraceFile, takes_option_flags, wished
 from autopart.cli.model_loader import Subject, load_model
 from autopart.cli.output import Json, Progress, print_json, say
-from autopart.files.plans import diff_plans, load_plan, save_plan
+from autopart.files.plans import load_plan, save_plan
 from autopart.files.schedule_csv import save_schedule_csv
 from autopart.files.traces import load_trace
 from autopart.ir.errors import UsageError
@@ -26,6 +26,7 @@ from autopart.passes.program.schedules import find
 from autopart.planning.schedule_files import schedule_text
 from autopart.report.comparison import Answer, comparison_facts, comparison_table
 from autopart.report.page.page import write_page
+from autopart.report.plan_diff import diff_plans
 from autopart.report.plan_table import plan_facts, stage_table, terminal_width
 from autopart.report.traces import save_trace, timeline_text
 

@@ -223,7 +223,10 @@ class _DeviceEntry(_Entry):
 
 
 class _LevelEntry(_Entry):
-    size: Annotated[int, Field(ge=1)]
+    size: (
+        Annotated[int, Field(ge=1)]
+        | Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1, max_length=MAX_RANKS)]
+    )
     latency_us: Annotated[float, Field(ge=0, le=1e9)]
     bandwidth: Amount
     flow: Amount | None = None
@@ -251,7 +254,7 @@ def _built(described: _ClusterFile, host: Host) -> Cluster:
     if count > MAX_RANKS:
         raise ClusterError(f"{count} devices", where="devices", why=f"at most {MAX_RANKS} are supported")
     levels = tuple(
-        Level(entry.size, Link(round(entry.latency_us * 1000), entry.bandwidth, entry.flow or 0))
+        _level(entry.size, Link(round(entry.latency_us * 1000), entry.bandwidth, entry.flow or 0))
         for entry in described.levels or ()
     )
     local = levels[0].size if levels else _local(kind, count)
@@ -264,6 +267,13 @@ def _built(described: _ClusterFile, host: Host) -> Cluster:
         devices += [_device(entry, known)] * entry.count
     spent = HostCosts(**{f"{what}_ns": round(getattr(described.host, f"{what}_us") * 1000) for what in _HOST})
     return Cluster(tuple(devices), levels or _levels(kind, count, local), spent)
+
+
+def _level(size: int | list[int], link: Link) -> Level:
+    """Return a level.  size: of each group, or the sizes of all."""
+    if isinstance(size, int):
+        return Level(size, link)
+    return Level(max(size), link, tuple(size) if len(set(size)) > 1 else ())
 
 
 def _require_figures(entry: _DeviceEntry, where: str) -> None:
@@ -320,7 +330,8 @@ def cluster_to_dict(cluster: Cluster) -> dict[str, Any]:
     for level in cluster.levels:
         link = level.link
         flow = {"flow": link.flow_bytes_per_s} if link.flow_bytes_per_s else {}
-        levels.append({"size": level.size, "latency_us": link.latency_ns / 1000, "bandwidth": link.bytes_per_s, **flow})
+        size = list(level.groups) or level.size
+        levels.append({"size": size, "latency_us": link.latency_ns / 1000, "bandwidth": link.bytes_per_s, **flow})
     host = {f"{what}_us": getattr(cluster.host, f"{what}_ns") / 1000 for what in _HOST}
     return {"devices": devices, "levels": levels} | ({"host": host} if cluster.host != UNMEASURED else {})
 

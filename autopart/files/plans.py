@@ -11,9 +11,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
 
@@ -27,7 +26,7 @@ from autopart.ir import plan as plan_ir
 from autopart.ir.decision import AGAIN, Problem
 from autopart.ir.errors import PlanError, PlanFileError, printable
 from autopart.ir.graph import Graph
-from autopart.ir.plan import Decision, Outlook, Plan, Provenance, Stage
+from autopart.ir.plan import Decision, Outlook, Plan, Provenance
 from autopart.launcher import torchrun_line
 
 VERSION = 4
@@ -173,91 +172,3 @@ def _other_structure(wanted: str, graph: Graph) -> str:
             return f"requires_grad of {brief(', '.join(group))} has changed: now {now}"
     what = "names, parameter shapes, connections or requires_grad flags differ"
     return f"{what} (digest {wanted}, not {graph.structure_digest()})"
-
-
-def diff_plans(a: Plan, b: Plan) -> str:
-    """Describe what changes from plan a to plan b, a line for each change.
-
-    Ops that move are counted by the stages between which they move.
-    """
-    if a == b:
-        return "the plans are equal"
-    lines = [
-        *_changes(a.provenance, b.provenance),
-        *_changes(a.decision, b.decision, leave_out=("stages", "micro_rows")),
-        *_decision_changes(a.decision, b.decision),
-        *_changes(a.outlook, b.outlook, leave_out=tuple(_LONG)),
-        *(f"{what} differ" for name, what in _LONG.items() if getattr(a.outlook, name) != getattr(b.outlook, name)),
-    ]
-    return "\n".join(map(printable, lines)) or "the same ops in another order"
-
-
-_LONG = {
-    "estimates": "estimates",
-    "notes": "notes",
-    "optimality": "lower bounds",
-    "alternatives": "alternatives",
-    "limits": "limits of memory",
-    "spans": "simulated steps",
-}
-"""Fields of an outlook that are too long to show, and what they are called."""
-
-
-def _changes(
-    before: Provenance | Decision | Outlook, after: Provenance | Decision | Outlook, leave_out: tuple[str, ...] = ()
-) -> Iterator[str]:
-    """Yield the fields in which two sections of one class differ."""
-    for name in [each.name for each in fields(before)]:
-        old, new = getattr(before, name), getattr(after, name)
-        if name in leave_out or old == new:
-            continue
-        if name == "step_ns":
-            change = new / old - 1 if old else 0.0
-            yield f"step: {old / 1e6:.3g} ms -> {new / 1e6:.3g} ms ({change:+.1%})"
-        elif name == "bubble":
-            yield f"bubble: {old:.1%} -> {new:.1%}"
-        else:
-            yield f"{name}: {old} -> {new}"
-
-
-def _decision_changes(a: Decision, b: Decision) -> Iterator[str]:
-    if a.micro_rows != b.micro_rows:
-        yield f"micro-batches: {_micro_batches(a)} -> {_micro_batches(b)}"
-    if len(a.stages) != len(b.stages):
-        yield f"stages: {len(a.stages)} -> {len(b.stages)}"
-    for s, (old, new) in enumerate(zip(a.stages, b.stages, strict=False)):
-        if old.ranks != new.ranks:
-            yield f"stage {s} ranks: {list(old.ranks)} -> {list(new.ranks)}"
-        if old.division != new.division and len(old.ranks) == len(new.ranks):
-            yield f"stage {s} replicas: {_division(old)} -> {_division(new)}"
-        if old.recompute != new.recompute:
-            yield f"stage {s} recomputed ops: {sum(map(len, old.recompute))} -> {sum(map(len, new.recompute))}"
-        if old.forward_only != new.forward_only:
-            yield f"stage {s} is forward only: {'yes -> no' if old.forward_only else 'no -> yes'}"
-    before, after = _stages_of_ops(a), _stages_of_ops(b)
-    moves: dict[tuple[str, str], list[str]] = {}
-    for name in dict.fromkeys([*before, *after]):
-        move = before.get(name, "no stage"), after.get(name, "no stage")
-        if move[0] != move[1]:
-            moves.setdefault(move, []).append(name)
-    for (home, target), names in moves.items():
-        ops = f"1 op, {names[0]}" if len(names) == 1 else f"{len(names)} ops, {names[0]} … {names[-1]}"
-        yield f"{home} -> {target}: {ops}"
-
-
-def _micro_batches(decision: Decision) -> str:
-    """Return a text such as "8 of 4 rows", or "2 of 4 and 1 of 3 rows"."""
-    counts = Counter(decision.micro_rows)
-    return " and ".join(f"{count} of {rows}" for rows, count in counts.items()) + f" row{'s' * (max(counts) > 1)}"
-
-
-def _division(stage: Stage) -> str:
-    return "in turn" if stage.division.in_turn else f"shares of {' : '.join(map(str, stage.division.shares))}"
-
-
-def _stages_of_ops(decision: Decision) -> dict[str, str]:
-    homes: dict[str, list[int]] = {}
-    for s, stage in enumerate(decision.stages):
-        for name in stage.ops:
-            homes.setdefault(name, []).append(s)
-    return {name: f"stage {'+'.join(map(str, stages))}" for name, stages in homes.items()}

@@ -11,7 +11,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from io import BufferedReader
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from pydantic import ValidationError
 
@@ -51,10 +51,12 @@ def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     return open(descriptor, "rb")
 
 
-def read_text(path: str | os.PathLike[str], *, most_bytes: int = MAX_BYTES) -> str:
-    """Read a whole UTF-8 file.  A pipe or a device is refused and never waited for.  Raises `unreadable`."""
+def read_text(
+    path: str | os.PathLike[str], *, most_bytes: int = MAX_BYTES, opened: Callable[[Any], BinaryIO] = open_regular
+) -> str:
+    """Read a whole UTF-8 file.  opened: opens it.  Raises `unreadable`."""
     try:
-        with open_regular(path) as file:
+        with opened(path) as file:
             raw = file.read(most_bytes + 1)
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
         reason = getattr(error, "strerror", None) or str(error)

@@ -1,10 +1,11 @@
 """The machines: kinds of devices, devices, and the links between them.  The index of a device is its rank.
 
-Levels nest: a level joins groups, each of as many consecutive ranks as the level inside it has (single devices at the
-innermost level).  The link of a level is the port of one such group: a device's share of NVLink, then the network card
-of a node, and so on.  All traffic that leaves a group towards other groups of the level shares that port, and so does
-all traffic that enters it; the two directions are independent.  If a port consists of several network cards, each
-device uses one of them: what it sends, or receives, at that level also shares that card (`flow_bytes_per_s`).
+Levels nest: a level joins groups of consecutive ranks, those of the level inside it (single devices at the innermost
+level), which have one size, or sizes of their own: hosts of 1 and 4 devices.  The link of a level is the port of one
+such group: a device's share of NVLink, then the network card of a node, and so on.  All traffic that leaves a group
+towards other groups of the level shares that port, and so does all traffic that enters it; the two directions are
+independent.  If a port consists of several network cards, each device uses one of them: what it sends, or receives, at
+that level also shares that card (`flow_bytes_per_s`).
 
 A message uses two ports, those of the level that joins its two ranks: outwards the sender's, inwards the receiver's.
 It takes no time on the ports of inner levels (the network card reads device memory without passing NVLink) and meets
@@ -16,9 +17,10 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import groupby
+from itertools import accumulate, groupby
 
 from autopart.ir.errors import ClusterError, shortened
 
@@ -184,11 +186,17 @@ class Link:
 class Level:
     """A level of the network: groups of `size` consecutive ranks, joined through ports of kind `link`.
 
-    Each group of the level inside it has one such port.
+    Each group of the level inside it has one such port.  groups: the sizes of all groups, in order of rank, where they
+    differ; `size` is then the largest.
     """
 
     size: int
     link: Link
+    groups: tuple[int, ...] = ()
+
+    def group(self, rank: int) -> int:
+        """Return the number of the group of a rank."""
+        return bisect_right(tuple(accumulate(self.groups)), rank) if self.groups else rank // self.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +220,7 @@ UNMEASURED = HostCosts()
 class Cluster:
     """Devices (index = rank) and nested levels, innermost first.
 
-    The size of each level is a multiple of that of the level before it; the last level spans all devices.
+    Each group of a level consists of whole groups of the level before it; the last level spans all devices.
     """
 
     devices: tuple[Device, ...]
@@ -222,7 +230,7 @@ class Cluster:
     def level(self, a: int, b: int) -> int:
         """Return the index of the innermost level that holds both ranks."""
         for index, level in enumerate(self.levels):
-            if a // level.size == b // level.size:
+            if level.group(a) == level.group(b):
                 return index
         return len(self.levels) - 1
 
@@ -233,8 +241,10 @@ class Cluster:
     def ports(self, a: int, b: int) -> tuple[Port, Port]:
         """Return the port by which a message from a to b leaves, and the one by which it arrives."""
         index = self.level(a, b)
-        inner = self.levels[index - 1].size if index else 1
-        return (index, a // inner), (index, b // inner)
+        if not index:
+            return (0, a), (0, b)
+        inner = self.levels[index - 1]
+        return (index, inner.group(a)), (index, inner.group(b))
 
     def least_memory_bytes(self, ranks: tuple[int, ...]) -> int:
         """Return the bytes that a plan may use on every one of these ranks."""
@@ -266,7 +276,7 @@ class Cluster:
         those inside it, and messages there count as messages over the slower links around it."""
         levels: list[Level] = []
         for level in self.levels:
-            groups = [len(list(same)) for _, same in groupby(device // level.size for device in devices)]
+            groups = [len(list(same)) for _, same in groupby(map(level.group, devices))]
             inner = levels[-1].size if levels else 1
             size = -(-groups[0] // inner) * inner
             if all(count == size for count in groups[:-1]) and groups[-1] <= size:
@@ -297,21 +307,40 @@ def check(cluster: Cluster) -> Cluster:
         raise ClusterError(f"the cluster mixes {' and '.join(kinds)} devices", fix="use one kind")
     if not cluster.levels:
         raise ClusterError("the cluster has no links", fix="give at least one level")
-    size = 1
+    size, inner = 1, Level(1, cluster.levels[0].link)
     for level in cluster.levels:
-        if level.size < size or level.size % size:
+        _check_groups(level, inner, cluster.world)
+        if not (level.groups or inner.groups) and (level.size < size or level.size % size):
             raise ClusterError(f"level of size {level.size} is not a multiple of the level inside it ({size})")
         link = level.link
         _check_whole(level, **asdict(link))
         if link.bytes_per_s <= 0 or link.latency_ns < 0 or link.flow_bytes_per_s < 0:
             raise ClusterError("a link needs a positive bandwidth and a latency of at least 0", where=repr(level))
-        size = level.size
+        size, inner = level.size, level
     if not cluster.world <= size < 2 * cluster.world:  # the last group need not be full
         raise ClusterError(f"the outermost level has {size} devices, and the cluster has {cluster.world}")
     _check_whole(cluster.host, **asdict(cluster.host))
     if min(asdict(cluster.host).values()) < 0:
         raise ClusterError("a host spends a negative time", where=repr(cluster.host))
     return cluster
+
+
+def _check_groups(level: Level, inner: Level, world: int) -> None:
+    """Raise ClusterError for sizes of groups that do not add up, or that cut groups of the level inside."""
+    if level.groups and (min(level.groups) < 1 or sum(level.groups) != world or max(level.groups) != level.size):
+        sizes = shortened(", ".join(map(str, level.groups)), 100)
+        raise ClusterError(
+            f"groups of {sizes} devices, and the cluster has {world}",
+            why="the groups of a level hold all devices, and its size is that of the largest",
+        )
+    if not (level.groups or inner.groups):
+        return
+    cut = [r for r in range(1, world) if level.group(r - 1) != level.group(r) and inner.group(r - 1) == inner.group(r)]
+    if cut:
+        raise ClusterError(
+            f"a level divides devices {cut[0] - 1} and {cut[0]}, which one group of the level inside it holds",
+            fix="give levels innermost first, each of whole groups of the one before",
+        )
 
 
 def _check_device(rank: int, device: Device) -> None:

@@ -1,6 +1,7 @@
 """The errors that users meet, all derived from `AutopartError`.
 
-Every message has the same order: what failed, where (module path, file:line), why, what to do.
+Every message has the same order: what failed, where (module path, file:line), why, what to do, and where the documents
+speak of its type.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class AutopartError(Exception):
     """Base of all errors raised on purpose.
 
     what: one line without a full stop.  where: module path and file:line of the user's code.  why: the reason.  fix:
-    what to do, ready to be typed.  Characters that a terminal would interpret are escaped (`printable`).
+    what to do, ready to be typed.  Characters that a terminal would interpret are escaped (`printable`).  The message
+    ends with the heading of its type in docs/errors.md (`page_of`).
     everywhere: whether all ranks raise it, so that one of them may print it for all.
     """
 
@@ -48,11 +50,17 @@ class AutopartError(Exception):
 
     def __init__(self, what: str, *, where: str = "", why: str = "", fix: str = "") -> None:
         self.what, self.where, self.why, self.fix = (printable(text, keep="\n\t") for text in (what, where, why, fix))
-        more = {"where": self.where, "why": self.why, "fix": self.fix}
+        more = {"where": self.where, "why": self.why, "fix": self.fix, "see": page_of(type(self))}
         super().__init__("\n".join([self.what, *(f"  {label}: {text}" for label, text in more.items() if text)]))
 
     def __reduce__(self) -> tuple[object, ...]:
         return functools.partial(type(self), where=self.where, why=self.why, fix=self.fix), (self.what,)
+
+
+def page_of(kind: type[AutopartError]) -> str:
+    """Return the heading of a type of error in the documents; a type of another module has that of its base here."""
+    own = next(each for each in kind.__mro__ if each.__module__ == __name__)
+    return f"docs/errors.md#{own.__name__.lower()}"
 
 
 class UsageError(AutopartError, ValueError):

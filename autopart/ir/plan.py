@@ -248,7 +248,7 @@ def _outlook_problems(outlook: Outlook, stages: int) -> Iterator[Problem]:
     try:
         read_spans(outlook.spans)
     except ProgramError as error:
-        yield "spans", str(error)
+        yield "spans", f"{error.what}: {error.why}" if error.why else error.what
     bound = outlook.optimality
     numbers = {
         **{f"estimates[{s}].{name}": n for s, e in enumerate(outlook.estimates) for name, n in asdict(e).items()},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 from autopart.ir.cluster import UNMEASURED, Cluster
+from autopart.ir.errors import shortened
 from autopart.report.plan_table import table_lines
 
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
@@ -29,6 +30,9 @@ def cluster_table(cluster: Cluster) -> str:
     for index, level in enumerate(cluster.levels):
         parts, link = max(1, level.size // inner), level.link
         joins = f"{parts} device{'s' * (parts > 1)}" if index == 0 else f"{parts} groups of {inner}"
+        if level.groups or (index and cluster.levels[index - 1].groups):
+            sizes = level.groups or cluster.levels[index - 1].groups
+            joins = shortened(f"{', '.join(map(str, sizes))} devices" + " each" * bool(level.groups), 40)
         row = {"level": str(index), "joins": joins, "latency us": f"{link.latency_ns / 1000:.4g}"}
         row["GB/s of a port"] = f"{link.bytes_per_s / 1e9:.4g}"
         row |= {"GB/s of a device": f"{(link.flow_bytes_per_s or link.bytes_per_s) / 1e9:.4g}"} if cards else {}

@@ -226,7 +226,7 @@ def _footer(decision: Decision, outlook: Outlook, costs: str) -> list[str]:
     if outlook.optimality is not None:
         bound = outlook.optimality
         proof = "proved best" if bound.proved else f"at most {bound.gap:.1%} of it could be saved"
-        lines.append(f"{proof}: no plan between the planner's blocks takes less than {_ms(bound.lower_bound)} ms")
+        lines.append(f"{proof}: lower bound for this model on this cluster {_ms(bound.lower_bound)} ms")
     if outlook.estimates:
         lines.append("memory in MiB; GFLOP, ms, in and out for one micro-batch")
         lines.append(COST_DESCRIPTIONS.get(costs, f"op costs: {costs}"))

@@ -171,8 +171,8 @@ def watch_optimizers(
 ) -> Callable[[], None]:
     """Let steps of optimizers raise UsageError if they read all parameters at once (over several ranks), or update
     parameters that have an fp32 master weight, or were made for the parameters of an earlier plan, or may look at whole
-    tensors where this rank holds pieces.  tensors: returns what this rank holds, which changes with the plan.  kept: returns the identities of the parameters that this rank
-    updates.  Returns a function that removes the check."""
+    tensors where this rank holds pieces.  tensors: returns what this rank holds, which changes with the plan.  kept:
+    returns the identities of the parameters that this rank updates.  Returns a function that removes the check."""
 
     needing: dict[type, bool] = {}
     seen: WeakKeyDictionary[torch.optim.Optimizer, tuple[LocalTensors | None, set[int], set[int]]] = WeakKeyDictionary()

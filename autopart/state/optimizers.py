@@ -19,7 +19,7 @@ from autopart.ir.errors import CheckpointError, UsageError
 from autopart.state.companions import refusal
 
 _NUMBERS = int | float | torch.Tensor
-_HOW = ("foreach", "fused", "capturable")
+HOW = ("foreach", "fused", "capturable")
 """Options that say how an update is computed, not what; they stay those of the optimizer that loads."""
 _MADE = "make the optimizer from pipe.parameters() or pipe.named_parameters(), after the last change of the plan"
 _NEEDED = {"optimizer": ("param_groups", "state"), "scheduler": ("load_state_dict",)}
@@ -88,7 +88,7 @@ def groups_of(optimizers: Optimizers, names: Mapping[int, str]) -> tuple[Group, 
         options = {
             key: encoded(value, f"option {key!r} of parameter group {number}")
             for key, value in group.items()
-            if key not in ("params", "param_names", *_HOW)
+            if key not in ("params", "param_names", *HOW)
         }
         own = tuple(name for p in group["params"] if (name := names[id(p)]))
         found.append(Group(options, own, type(optimizer).__name__))
@@ -194,7 +194,7 @@ def check_fits(
     for number, ((optimizer, group), source) in enumerate(zip(groups_with(optimizers), sources, strict=True)):
         options = saved.groups[source].options if source is not None else {}
         what = f"of group {number}"
-        found.append({k: decoded(v, f"option {k!r} {what}") for k, v in options.items() if k not in _HOW})
+        found.append({k: decoded(v, f"option {k!r} {what}") for k, v in options.items() if k not in HOW})
         for key, value in found[-1].items():
             if key in ("params", "param_names") or not _alike(value, group.get(key)):
                 kind = type(optimizer).__name__

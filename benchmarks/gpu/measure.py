@@ -58,8 +58,18 @@ def _measured(job: Job, running: Running) -> Answer:
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     return {
         "seconds": seconds, "losses": _numbers(losses[:COMPARED], running), "peak_bytes": peak,
-        "micro_rows": running.micro_rows, "devices": running.devices,
+        "micro_rows": running.micro_rows, "devices": running.devices, "launches": _launches(device, running),
     }  # fmt: skip
+
+
+def _launches(device: torch.device, running: Running) -> int | None:
+    """Return the kernels that one more step starts on this rank's GPU, copies and fills included."""
+    if device.type != "cuda":
+        return None
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        running.step()
+        _meet(device)
+    return sum(event.count for event in found.key_averages() if event.device_type == torch.autograd.DeviceType.CUDA)
 
 
 def _meet(device: torch.device) -> None:

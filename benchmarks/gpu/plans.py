@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,19 +64,23 @@ def inputs_as(job: Job, given: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def plain(job: Job, work: Workload) -> Iterator[Running]:
-    """Run the unpartitioned model on the first device with the whole batch at once."""
+def plain(job: Job, work: Workload, *, compiled: bool = False) -> Iterator[Running]:
+    """Run the unpartitioned model on the first device with the whole batch at once.  compiled: by `torch.compile`."""
     rows = job.world * work.rows
     if int(os.environ["RANK"]):
         yield Running(lambda: None, (rows,), 1)
     else:
-        yield Running(plain_step(job, work, (rows,)), (rows,), 1)
+        yield Running(plain_step(job, work, (rows,), compiled=compiled), (rows,), 1)
 
 
-def plain_step(job: Job, work: Workload, micro_rows: Sequence[int]) -> Callable[[], torch.Tensor]:
+def plain_step(
+    job: Job, work: Workload, micro_rows: Sequence[int], *, compiled: bool = False
+) -> Callable[[], torch.Tensor]:
     """Return the reference step of one process over micro-batches whose losses are weighted by their rows."""
     device = device_of(job)
     model = built(job, work, device).to(device)
+    if compiled:
+        model.compile()
     given, target = work.batch(sum(micro_rows))
     given, target = inputs_as(job, given.to(device)), target.to(device)
 
@@ -92,9 +97,9 @@ def plain_step(job: Job, work: Workload, micro_rows: Sequence[int]) -> Callable[
 
 
 @contextlib.contextmanager
-def ours(job: Job, work: Workload) -> Iterator[Running]:
+def ours(job: Job, work: Workload, *, backend: str = "eager") -> Iterator[Running]:
     """Run the planner's choice."""
-    with _compiled(job, work, {"micro_batches": job.micro_batches}) as running:
+    with _compiled(job, work, {"micro_batches": job.micro_batches, "backend": backend}) as running:
         yield running
 
 
@@ -198,4 +203,8 @@ PLANS: dict[str, Callable[[Job, Workload], Any]] = {
     "DDP": data_parallel,
     "torch 1F1B": _torch_schedule(Schedule1F1B),
     "torch GPipe": _torch_schedule(ScheduleGPipe),
+    "one device, compiled": partial(plain, compiled=True),
+    "ours, compiled": partial(ours, backend="inductor"),
 }
+EAGER = [name for name in PLANS if not name.endswith(", compiled")]
+"""What is compared unless other plans are asked for: compiling takes minutes for a large model."""

@@ -57,6 +57,7 @@ def row_of(job: Job, answers: Sequence[Answer]) -> dict[str, Any]:
         "rows": batch, "unit": work.unit, "seconds": took, "per_second": batch * work.per_row / took.median,
         "devices": first["devices"], "micro_batches": len(first["micro_rows"]),
         "peak_bytes": [answer["peak_bytes"] for answer in answers],
+        "launches": [answer.get("launches") for answer in answers],
     }  # fmt: skip
     kept = ("stages", "replicas", "schedule", "recomputed_ops", "costs", "simulated_bubble", "measured_bubble")
     row |= {name: first[name] for name in kept if name in first}
@@ -103,7 +104,7 @@ def with_rates(rows: list[dict[str, Any]], flops: dict[str, float], cluster: Clu
 
 HEADS = [
     "model", "plan", "precision", "stages", "micro", "step ms", "spread", "per s", "TFLOP/s", "MFU", "sim. step",
-    "peak GiB", "predicted", "bubble", "sim. bubble", "loss off",
+    "peak GiB", "predicted", "bubble", "sim. bubble", "launches", "loss off",
 ]  # fmt: skip
 
 
@@ -138,6 +139,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         _number(max(predicted) / 2**30 if predicted else None, "{:.2f}"),
         _number(row.get("measured_bubble"), "{:.1%}"),
         _number(row.get("simulated_bubble"), "{:.1%}"),
+        _number(max((n for n in row.get("launches", []) if n), default=None), "{:,}"),
         _number(row.get("loss_difference"), "{:.0e}") + ("" if row.get("alike", True) else " !"),
     ]
 

@@ -31,7 +31,7 @@ from autopart.files.clusters import cluster_to_dict, parse_cluster
 from autopart.ir.cluster import Cluster
 from gpu.jobs import PRECISIONS, Job
 from gpu.measure import count_work, describe, measured_cluster, perform
-from gpu.plans import PLANS
+from gpu.plans import EAGER, PLANS
 from gpu.pool import Pool
 from gpu.rows import preset, row_of, table, with_rates
 from gpu.workloads import MODELS
@@ -43,7 +43,7 @@ def flags() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=DEFAULT)
-    parser.add_argument("--plans", nargs="+", choices=list(PLANS), default=list(PLANS))
+    parser.add_argument("--plans", nargs="+", choices=list(PLANS), default=EAGER)
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=["fp32", "bf16"])
     parser.add_argument("--scale", type=float, default=1.0, help="share of the layers to build")
     parser.add_argument("--rows", type=int, help="rows of the batch per device (default: by model)")

@@ -103,10 +103,25 @@ def _alternative(name: str, evaluation: Evaluation, best: Evaluation) -> Alterna
     reason = f"its slowest stage is busy {busiest:.0%} of it"
     if reduce > 0.1:
         reason = f"sums of gradients take {reduce:.0%} of it"
-    for wish in ("replicas", "stages", "cuts") if slower < 0 else ():  # what kept the planner from it, the last counts
-        if asked := getattr(best.space.request, wish):
-            reason = f"you asked for {wish}={list(asked) if isinstance(asked, tuple) else asked}"
+    if abs(slower) < 0.0005:
+        reason = "no faster than the plan"
+    elif slower < 0:
+        reason = _kept_from(best) or "faster by less than predictions are worth"
     return Alternative(name, evaluation.step_ns, f"{slower:+.1%} ({reason})")
+
+
+def _kept_from(best: Evaluation) -> str:
+    """Return what was asked for that keeps the planner from faster plans, the option that decides most of all."""
+    request = best.space.request
+    asked = {name: getattr(request, name) for name in ("cuts", "stages", "replicas", "pins", "together")}
+    asked |= {
+        name: getattr(request, name) for name in ("schedule", "stages_per_rank") if getattr(request, name) != "auto"
+    }
+    for name, value in asked.items():
+        if value:
+            shown = list(value) if isinstance(value, tuple) else value
+            return f"you asked for {name}={shown}"
+    return ""
 
 
 def _count(count: int, noun: str) -> str:

@@ -323,14 +323,19 @@ class Search:
             self._known = {key: e for key, e in self._known.items() if is_asked(e.candidate)}
             self.fitting = {key: e for key, e in self.fitting.items() if key in self._known}
 
-    def finalists(self, most: int) -> list[Evaluation]:
-        """Return the fastest of 1F1B's family with different numbers of stages, pipelines or rows; if none fits the
-        nearest."""
+    def finalists(self, most: int, *, by_kind: bool = False) -> list[Evaluation]:
+        """Return the fastest of 1F1B's family with different numbers of stages, pipelines or rows, one of a single
+        stage; if none fits the nearest.  by_kind: also with other orders of unlike devices."""
         family, lacking = ([e for e in some if not e.candidate.other_order] for some in (self.ranked, self._lacking))
-        shapes = _first_of_each(
-            family or lacking[:1],
-            lambda e: (e.stages, e.candidate.layout.pipeline_replicas, len(e.candidate.micro_rows)),
-        )
+        devices, types = self.fine.costs.cluster.devices, self.fine.costs.device_types
+
+        def shape(e: Evaluation) -> object:
+            plan = e.candidate
+            kinds = [sorted(types.index(devices[rank]) for rank in ranks) for ranks in plan.ranks] if by_kind else []
+            numbers = plan.stages, plan.layout.pipeline_replicas, len(plan.micro_rows)
+            return plan.stages > 1 and (*numbers, *map(tuple, kinds))
+
+        shapes = _first_of_each(family or lacking[:1], shape)
         return shapes[:most]
 
 

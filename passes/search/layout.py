@@ -22,20 +22,25 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
-from itertools import pairwise
+from itertools import pairwise, permutations, product
 from math import factorial, prod
 
 import numpy as np
 
-from autopart.ir.cluster import Cluster
+from autopart.ir.cluster import Cluster, Level
 from autopart.ir.decision import Decision, Stage
 from autopart.ir.graph import Size
 from autopart.ir.shares import MOST_SHARES, division, parts
 from autopart.passes.graph.cuts import Ints
+from autopart.passes.search.partition import Taken
 from autopart.passes.simulation.stage_costs import Estimator
 
 MOST_ORDERS = 24
-"""The most orders of unlike devices that are tried; where there are more, only two are."""
+"""The most orders of unlike devices of which all are laid out."""
+MOST_KINDS = 3
+"""The most kinds of which every order is laid out."""
+MOST_TAKEN = 3_000
+"""The most pairs of devices that are taken already and those that a stage takes, of `Pools`."""
 SMALL = 16
 """On so many positions a stage may have any number of replicas; on more, one in each pipeline."""
 
@@ -67,30 +72,110 @@ class Layout:
         """The numbers of replicas that a stage may have in one pipeline."""
         return tuple(range(1, self.depth + 1)) if self.wide and self.depth <= SMALL else (1,)
 
+    def stage(self, used: int, width: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the ranks of a stage that begins `used` positions from the end, and of one as wide before it."""
+        start = self.depth - used
+        before = max(0, start - width)
+        return self.ranks(start, width), self.ranks(before, start - before)
 
-def layouts(cluster: Cluster, *, replicas: bool, wanted: int = 1) -> Iterator[Layout]:
+    def replicas(self, width: int) -> int:
+        """Return the ranks of a stage of this width."""
+        return width * self.pipeline_replicas
+
+
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """Unlike devices, of which stages take any numbers of each kind: one pipeline under all orders of the kinds.
+
+    kinds: ranks of each.  Stages take those of a kind in this order, the last stage the last ones.  wide: whether a
+    stage may have replicas.
+    """
+
+    kinds: tuple[tuple[int, ...], ...]
+    wide: bool = True
+
+    @property
+    def pipeline_replicas(self) -> int:
+        """One."""
+        return 1
+
+    @property
+    def depth(self) -> int:
+        """The number of devices."""
+        return sum(map(len, self.kinds))
+
+    @property
+    def counts(self) -> Taken:
+        """The devices of each kind."""
+        return tuple(map(len, self.kinds))
+
+    @property
+    def widths(self) -> tuple[Taken, ...]:
+        """What a stage may take."""
+        every = product(*(range(count + 1) for count in self.counts))
+        return tuple([taken for taken in every if (sum(taken) > 0 if self.wide else sum(taken) == 1)])
+
+    def stage(self, used: Taken, width: Taken) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the ranks of a stage with which `used` devices are taken, and of one before it: of the same kinds
+        where some are left, else of others."""
+        ranks, same, others = list[int](), list[int](), list[int]()
+        for own, taken, count in zip(self.kinds, used, width, strict=True):
+            start = len(own) - taken
+            ranks += own[start : start + count]
+            same += own[max(0, start - count) : start]
+            others += own[max(0, start - sum(width)) : start]
+        return tuple(ranks), tuple(same or others[-sum(width) :])
+
+    def replicas(self, width: Taken) -> int:
+        """Return the ranks of a stage that takes these."""
+        return sum(width)
+
+    def laid_out(self, stages: Sequence[Taken]) -> Layout:
+        """Return the layout of stages that take these devices; idle ones come first."""
+        left = [list(own) for own in self.kinds]
+        order = list[int]()
+        for taken in reversed(stages):
+            ranks = [own.pop() for own, count in zip(left, taken, strict=True) for _ in range(count)]
+            order += sorted(ranks, reverse=True)
+        order += sorted((rank for own in left for rank in own), reverse=True)
+        return Layout(1, self.depth, 1, tuple(reversed(order)), self.wide)
+
+
+def pools_of(cluster: Cluster, *, replicas: bool) -> Pools | None:
+    """Return the devices by kind; None where they are alike, or too many of too many kinds."""
+    ranks: dict[object, list[int]] = {}
+    for rank, device in enumerate(cluster.devices):
+        ranks.setdefault(device, []).append(rank)
+    pools = Pools(tuple(map(tuple, ranks.values())), replicas)
+    ways = prod(count + 1 if not replicas else (count + 1) * (count + 2) // 2 for count in pools.counts)
+    return pools if len(ranks) > 1 and cluster.world <= SMALL and ways <= MOST_TAKEN else None
+
+
+def layouts(
+    cluster: Cluster, *, replicas: bool, wanted: int = 1, orders: Sequence[tuple[int, ...]] = ()
+) -> Iterator[Layout]:
     """Yield the layouts worth a search, the deepest pipelines first.
 
     Numbers of pipelines: all up to 16 devices, beyond that the divisors of the number of devices, and `wanted`, which
     may leave some devices over.  inner: all of them, one, and the numbers that keep neighbours of a pipeline inside a
     node, or where a pipeline is deeper than that, some of its neighbours.  Devices of several types are laid out in
-    every order that differs in them, or if these are too many, in rank order and backwards; where a link between groups
-    of devices is better than the one inside them, also dealt out so that neighbours are in different groups.
+    every order that differs in them, or if these are too many, in rank order and backwards, and three kinds at most
+    also one kind after the other; where a link between groups of devices is better than the one inside them, also dealt
+    out so that neighbours are in different groups.  orders: others, instead of these.
     """
     world = cluster.world
     plain = _orders(cluster)
     dealt = [
-        _dealt_out(order, inner.size, outer.size)
+        _dealt_out(order, inner, outer)
         for inner, outer in pairwise(cluster.levels)
         if outer.link.latency_ns < inner.link.latency_ns or outer.link.bytes_per_s > inner.link.bytes_per_s
         for order in plain
     ]
-    orders = list(dict.fromkeys((*plain, *dealt)))
     counts = [1]
     if replicas:
         counts = [count for count in range(1, world + 1) if world <= SMALL or world % count == 0 or count == wanted]
     sizes = [level.size for level in cluster.levels[:-1]]
-    for order in orders:
+    for order in orders or dict.fromkeys((*plain, *dealt)):
         for count in counts:
             depth = world // count
             inside = {size // depth for size in sizes if size >= depth and size % depth == 0}
@@ -103,13 +188,24 @@ def layouts(cluster: Cluster, *, replicas: bool, wanted: int = 1) -> Iterator[La
                     yield Layout(count, depth, inner, order, replicas)
 
 
+def all_orders(cluster: Cluster) -> bool:
+    """Return whether every order of unlike devices is among the layouts."""
+    counts, world = Counter(cluster.devices).values(), cluster.world
+    if len(counts) == 1 or world > MOST_ORDERS:
+        return len(counts) == 1
+    return factorial(world) // prod(map(factorial, counts)) <= MOST_ORDERS
+
+
 def _orders(cluster: Cluster) -> list[tuple[int, ...]]:
     """Return the orders to lay the devices out in, rank order first; equal devices stay in order of rank."""
     plain = tuple(range(cluster.world))
     counts = Counter(cluster.devices)
-    ways = factorial(cluster.world) // prod(factorial(count) for count in counts.values())
-    if len(counts) == 1 or ways > MOST_ORDERS:
-        return [plain] if len(counts) == 1 else [plain, plain[::-1]]
+    if len(counts) == 1:
+        return [plain]
+    if not all_orders(cluster):
+        kinds = permutations(counts) if len(counts) <= MOST_KINDS else ()
+        each = [tuple(rank for kind in way for rank in plain if cluster.devices[rank] == kind) for way in kinds]
+        return list(dict.fromkeys((plain, plain[::-1], *each)))
     orders: list[tuple[int, ...]] = [()]
     for _ in plain:
         orders = [
@@ -120,13 +216,13 @@ def _orders(cluster: Cluster) -> list[tuple[int, ...]]:
     return sorted(orders)
 
 
-def _dealt_out(order: tuple[int, ...], inner: int, outer: int) -> tuple[int, ...]:
+def _dealt_out(order: tuple[int, ...], inner: Level, outer: Level) -> tuple[int, ...]:
     """Return the ranks taken in turn from every group of a level inside one of the next."""
     turns: Counter[int] = Counter()
     place = {}
     for rank in order:
-        place[rank] = rank // outer, turns[rank // inner]
-        turns[rank // inner] += 1
+        place[rank] = outer.group(rank), turns[inner.group(rank)]
+        turns[inner.group(rank)] += 1
     return tuple(sorted(order, key=place.__getitem__))
 
 

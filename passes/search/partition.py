@@ -25,9 +25,10 @@ State: stages left k, devices they use d, first block a.  Recurrence, backwards 
     U[k, d, a] = min over r, b of max( busy(a, b), latency(a, b) + U[k - 1, d - r, b] )
 
 exact, because U grows with what it is made of.  k and d are known when a stage is costed, so micro-batches in flight
-and the place of the stage in the cluster are too.  Tables hold ranges by first block and length, so that they are
-narrow where only short ranges are possible: O(S * D * widths * n * length) in numpy, without D and widths when
-every width is 1.
+and the place of the stage in the cluster are too.  Unlike devices are counted by kind, so d and r are vectors, and
+which kind comes where in the pipeline is chosen with the cuts (`solve_pools`).  Tables hold ranges by first block and
+length, so that they are narrow where only short ranges are possible: O(S * D * widths * n * length) in numpy, without D
+and widths when every width is 1.
 
 Assumed, and wrong where: stages wait in between (slow messages, few micro-batches in flight, uneven stages).  The
 result is simulated.
@@ -37,6 +38,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import add, gt, sub
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -54,6 +56,22 @@ Table = tuple[Ints, Ints] | tuple[Ints, Ints, Ints]
 `busy_ns` where the stage cannot be, also where b > n."""
 TableOf = Callable[[int, int, int], Table | None]
 """From (k: place from the end, from 1; width; devices from its first to the last) to a table; None: not allowed."""
+
+
+Taken = tuple[int, ...]
+"""Numbers of devices of each kind, or one number of positions."""
+
+
+class Cut(NamedTuple):
+    """A way to cut the chain: stage s is blocks[bounds[s]:bounds[s + 1]] on taken[s] devices, `used` in all.
+
+    latency_ns: U.
+    """
+
+    bounds: tuple[int, ...]
+    taken: tuple[Taken, ...]
+    latency_ns: int
+    used: Taken
 
 
 class Partition(NamedTuple):
@@ -90,7 +108,7 @@ class _Best:
     latency_ns: Ints
     through_ns: Ints
     end: Ints
-    width: Ints
+    width: list[Taken]
 
 
 def solve_partition(
@@ -100,34 +118,60 @@ def solve_partition(
 
     spare: number of positions at the end that may idle; otherwise the stages stand on the last positions.
     """
+    found = solve_pools(
+        n,
+        (depth,),
+        [(width,) for width in widths],
+        most,
+        lambda k, width, used: table_of(k, width[0], used[0]),
+        idle=[(idle,) for idle in range(spare + 1)],
+    )
+    return [Partition(c.bounds, tuple([own for (own,) in c.taken]), c.latency_ns, depth - c.used[0]) for c in found]
+
+
+def solve_pools(
+    n: int,
+    counts: Taken,
+    widths: Sequence[Taken],
+    most: int,
+    table_of: Callable[[int, Taken, Taken], Table | None],
+    *,
+    idle: Sequence[Taken],
+) -> list[Cut]:
+    """Return the best way to cut n blocks for each number of stages (at most `most`) and all devices that these use.
+
+    counts: devices of each kind.  widths: what a stage may take.  idle: what may idle behind the last stage.
+    """
     nothing_left = _infeasible(n)
     nothing_left.latency_ns[n] = 0
-    best = {(0, idle): nothing_left for idle in range(spare + 1)}  # by (stages, devices)
-    for k in range(1, min(most, depth, n) + 1):
-        reached = {used + width for before, used in best if before == k - 1 for width in widths}
+    best = {(0, used): nothing_left for used in idle}  # by (stages, devices)
+    for k in range(1, min(most, sum(counts), n) + 1):
+        before = [used for stages, used in best if stages == k - 1]
+        reached = {tuple(map(add, used, width)) for used in before for width in widths}
         for used in sorted(reached):
-            if used > depth:
+            if any(map(gt, used, counts)):
                 continue
             found = _infeasible(n)
             for width in widths:
-                rest = best.get((k - 1, used - width))
+                rest = best.get((k - 1, tuple(map(sub, used, width))))
                 table = table_of(k, width, used) if rest is not None else None
                 if rest is not None and table is not None:
                     found = _better(found, rest, table, width)
             if (found.latency_ns < INFEASIBLE).any():
                 best[k, used] = found
     return [
-        _walk(best, k, used, depth)
+        _walk(best, k, used)
         for (k, used), found in sorted(best.items(), key=lambda item: item[0])
         if k > 0 and found.latency_ns[0] < INFEASIBLE
     ]
 
 
 def _infeasible(n: int) -> _Best:
-    return _Best(np.full(n + 1, INFEASIBLE, dtype=np.int64), *(np.zeros(n + 1, int) for _ in range(3)))
+    latency, through, end = (np.full(n + 1, value, dtype=np.int64) for value in (INFEASIBLE, 0, 0))
+    return _Best(latency, through, end, [()] * (n + 1))
 
 
-def _better(known: _Best, rest: _Best, table: Table, width: int) -> _Best:
+def _better(known: _Best, rest: _Best, table: Table, width: Taken) -> _Best:
     """Return by first block the better of `known` and of a stage of this width before the rest."""
     busy, latency = table[:2]
     n = len(rest.latency_ns) - 1
@@ -144,17 +188,17 @@ def _better(known: _Best, rest: _Best, table: Table, width: int) -> _Best:
         np.where(better, found, known.latency_ns),
         np.where(better, through[blocks, lengths], known.through_ns),
         np.where(better, ends[blocks, lengths], known.end),
-        np.where(better, width, known.width),
+        [width if own else other for own, other in zip(better.tolist(), known.width, strict=True)],
     )
 
 
-def _walk(best: dict[tuple[int, int], _Best], k: int, used: int, depth: int) -> Partition:
-    """Return the partition of all blocks into k stages on the last `used` of the positions."""
-    latency_ns, first = int(best[k, used].latency_ns[0]), depth - used
-    bounds, widths = [0], []
-    for left in range(k, 0, -1):
-        choice, start = best[left, used], bounds[-1]
-        widths.append(int(choice.width[start]))
+def _walk(best: dict[tuple[int, Taken], _Best], k: int, used: Taken) -> Cut:
+    """Return the way to cut all blocks into k stages on these devices."""
+    latency_ns, left = int(best[k, used].latency_ns[0]), used
+    bounds, taken = [0], list[Taken]()
+    for stages in range(k, 0, -1):
+        choice, start = best[stages, left], bounds[-1]
+        taken.append(choice.width[start])
         bounds.append(int(choice.end[start]))
-        used -= widths[-1]
-    return Partition(tuple(bounds), tuple(widths), latency_ns, first)
+        left = tuple(map(sub, left, taken[-1]))
+    return Cut(tuple(bounds), tuple(taken), latency_ns, used)

@@ -11,17 +11,18 @@ Where all candidates together are few, every one of them is proposed (`enumerate
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations, product
-from math import comb
+from math import comb, factorial, prod
 from typing import Any
 
 import numpy as np
 
 from autopart.passes.search.evaluation import Candidate, Proposal, Search
-from autopart.passes.search.layout import SMALL, Layout, layouts
-from autopart.passes.search.partition import INFEASIBLE, Partition, solve_partition
+from autopart.passes.search.layout import MOST_ORDERS, SMALL, Layout, Pools, all_orders, layouts, pools_of
+from autopart.passes.search.partition import INFEASIBLE, Partition, Table, Taken, solve_partition, solve_pools
 from autopart.passes.search.space import SearchSpace, fastest_sums, gradient_edges, is_chain
 from autopart.passes.search.tables import StageCostTables
 
@@ -38,6 +39,8 @@ WORTH = 1.5
 fits."""
 MOST_STAGES = 128
 """The most stages, unless the user asks for more."""
+ALIKE = 3
+"""Partitions of unlike devices that are kept for each number of stages."""
 MOST_MICROBATCH_OPTIONS = 12
 """Ways to cut the batch that get dynamic programs; the others are tried in refinement."""
 
@@ -66,7 +69,7 @@ class _LayoutTask:
     bound: int
     place: int
     space: SearchSpace
-    layout: Layout
+    layout: Layout | Pools
 
     @property
     def deep(self) -> bool:
@@ -124,16 +127,16 @@ class _Proposing:
         found = _partitions(tables)
         if not is_chain(space):  # branches may run side by side: a stage waits only for those that it reads from
             found += _partitions(replace(tables, waits=gradient_edges(space)))
-        found = [partition for partition in found if partition.latency_ns <= limit]
+        found = [(partition, layout) for partition, layout in found if partition.latency_ns <= limit]
         self.found[option, task.place] = [
-            Proposal(space, Candidate(*partition, task.layout, micro_rows, schedule)) for partition in found
+            Proposal(space, Candidate(*partition, layout, micro_rows, schedule)) for partition, layout in found
         ]
-        latencies = [partition.latency_ns for partition in found] + ([self.best_ns] if self.best_ns else [])
+        latencies = [partition.latency_ns for partition, _ in found] + ([self.best_ns] if self.best_ns else [])
         self.best_ns = min(latencies, default=0)
         return longest == space.chain.n
 
 
-def layout_bound(space: SearchSpace, layout: Layout, micro_rows: tuple[int, ...], most: int) -> int:
+def layout_bound(space: SearchSpace, layout: Layout | Pools, micro_rows: tuple[int, ...], most: int) -> int:
     """Return about the least pipeline latency, in nanoseconds, of any partition into at most `most` stages.
 
     Stages of t_1 .. t_S that wait for one another have U >= sum of t_q over q < s + M * t_s for each s, which is least
@@ -159,14 +162,21 @@ def longest_range(space: SearchSpace, share: int, micros: int, most_ns: int) -> 
 
 
 def _layout_tasks(search: Search, micro_rows: tuple[int, ...]) -> list[_LayoutTask]:
-    """Return the layouts with neighbouring replicas, for each number of pipelines and order, by their bounds."""
+    """Return the layouts with neighbouring replicas, for each number of pipelines and order, by their bounds; for a few
+    unlike devices one of all orders."""
     tasks = []
     request, cluster = search.coarse.request, search.coarse.costs.cluster
-    for place, layout in enumerate(layouts(cluster, replicas=request.may_replicate, wanted=request.copies)):
-        if layout.inner == layout.pipeline_replicas <= request.most_replicas(micro_rows):
-            space = search.fine if layout.depth > SMALL else search.coarse
-            bound = layout_bound(space, layout, micro_rows, request.stages or MOST_STAGES)
-            tasks.append(_LayoutTask(bound, place, space, layout))
+    replicas = request.may_replicate
+    every: list[Layout | Pools] = []
+    if pools := pools_of(cluster, replicas=replicas):
+        every.append(pools)
+    else:
+        near = layouts(cluster, replicas=replicas, wanted=request.copies)
+        every += [lay for lay in near if lay.inner == lay.pipeline_replicas <= request.most_replicas(micro_rows)]
+    for place, layout in enumerate(every):
+        space = search.fine if layout.depth > SMALL else search.coarse
+        bound = layout_bound(space, layout, micro_rows, request.stages or MOST_STAGES)
+        tasks.append(_LayoutTask(bound, place, space, layout))
     return sorted(tasks, key=lambda task: task.bound)
 
 
@@ -181,35 +191,58 @@ def _spread(options: tuple[tuple[int, ...], ...]) -> list[tuple[int, ...]]:
     return [order[i] for i in sorted(chosen)]
 
 
-def _partitions(tables: StageCostTables) -> list[Partition]:
+def _partitions(tables: StageCostTables) -> list[tuple[Partition, Layout]]:
     """Return the best partition for each number of stages that the request allows."""
     space, layout = tables.space, tables.layout
     request, n = space.request, space.chain.n
 
-    def solved(most: int, tables: StageCostTables, idle: int) -> list[Partition]:
+    def solved(most: int, tables: StageCostTables, idle: int) -> list[tuple[Partition, Layout]]:
+        if isinstance(layout, Pools):
+            return _taken(layout, most, tables)
         alike = len(set(space.costs.cluster.devices)) == 1  # else it matters which devices idle
         spare = 0 if alike or layout.depth > SMALL else layout.depth - idle
         found = solve_partition(n, layout.depth, layout.widths, most, tables, spare=spare)
-        return [_moved_up(partition, space, layout) for partition in found]
+        return [(_moved_up(partition, space, layout), layout) for partition in found]
 
     if not request.pins and request.replicas is None:
         found = solved(request.stages or min(MOST_STAGES, layout.depth), tables, 1)
-        return [partition for partition in found if request.stages in (None, len(partition.widths))]
+        return [each for each in found if request.stages in (None, len(each[0].widths))]
     counts = [request.stages] if request.stages else range(1, min(MOST_STAGES, layout.depth, n) + 1)
     return [  # pins and replicas of single stages need the number of stages
-        partition
+        each
         for stages in counts
-        for partition in solved(stages, replace(tables, stages=stages), stages)
-        if len(partition.widths) == stages
+        for each in solved(stages, replace(tables, stages=stages), stages)
+        if len(each[0].widths) == stages
     ]
+
+
+def _taken(pools: Pools, most: int, tables: StageCostTables) -> list[tuple[Partition, Layout]]:
+    """Return the best partitions of unlike devices: the `ALIKE` best for each number of stages, and the best of those
+    whose stages have one device each."""
+    cuts = solve_pools(tables.space.chain.n, pools.counts, pools.widths, most, tables, idle=[(0,) * len(pools.counts)])
+    chosen: dict[int, None] = {}
+    for single in (False, True):
+        seen: Counter[int] = Counter()
+        for place in sorted(range(len(cuts)), key=lambda place: cuts[place].latency_ns):
+            stages = len(cuts[place].taken)
+            if (not single or sum(cuts[place].used) == stages) and seen[stages] < (1 if single else ALIKE):
+                chosen[place] = None
+                seen[stages] += 1
+    found = []
+    for place in sorted(chosen):
+        cut = cuts[place]
+        widths, first = tuple(map(sum, cut.taken)), pools.depth - sum(cut.used)
+        found.append((Partition(cut.bounds, widths, cut.latency_ns, first), pools.laid_out(cut.taken)))
+    return found
 
 
 def _moved_up(partition: Partition, space: SearchSpace, layout: Layout) -> Partition:
     """Move a partition to the first positions where these are equal to its own, so that the last ranks idle."""
     cluster = space.costs.cluster
-    if len(set(cluster.devices)) > 1 or (len(cluster.levels) > 1 and layout.pipeline_replicas > 1):
+    nested = len(cluster.levels) > 1
+    if len(set(cluster.devices)) > 1 or (nested and (layout.pipeline_replicas > 1 or cluster.levels[-2].groups)):
         return partition
-    unit = cluster.levels[-2].size if len(cluster.levels) > 1 else 1  # whole nodes
+    unit = cluster.levels[-2].size if nested else 1  # whole nodes
     return partition._replace(first=partition.first % unit)
 
 
@@ -227,9 +260,44 @@ def with_equal_stages(candidate: Candidate, space: SearchSpace, most_ns: int) ->
     tables = StageCostTables(
         space, layout, micro_rows, candidate.schedule, longest, stages=space.request.stages, waits=nobody_waits
     )
-    for partition in _partitions(tables):
+    for partition, _ in _partitions(tables):
         if len(partition.widths) == candidate.stages:
             yield replace(candidate, bounds=partition.bounds, widths=partition.widths, first=partition.first)
+
+
+def rearranged(candidate: Candidate, space: SearchSpace) -> Iterator[Candidate]:
+    """Yield the candidate with unlike positions in other orders, each cut anew: in all of them if they are few, else
+    with two neighbours exchanged."""
+    cluster, count = space.costs.cluster, len(candidate.widths)
+    pools = pools_of(cluster, replicas=space.request.may_replicate)
+    if pools is None or candidate.layout.pipeline_replicas > 1 or candidate.per_rank > 1 or space.request.pins:
+        return
+    kinds = [cluster.devices[own[0]] for own in pools.kinds]
+    devices = [[cluster.devices[rank] for rank in ranks] for ranks in candidate.ranks]
+    own = tuple(tuple(map(stage.count, kinds)) for stage in devices)
+    ways = {(*own[:i], own[i + 1], own[i], *own[i + 2 :]) for i in range(count - 1)}
+    if factorial(count) // prod(map(factorial, Counter(own).values())) <= MOST_ORDERS:
+        ways = _arranged(Counter(own))
+    tables = StageCostTables(space, pools, candidate.micro_rows, candidate.schedule, space.chain.n)
+    for way in sorted(ways - {own}):
+
+        def table_of(k: int, width: Taken, used: Taken, way: tuple[Taken, ...] = way) -> Table | None:
+            return tables(k, width, used) if width == way[count - k] else None
+
+        cuts = solve_pools(space.chain.n, pools.counts, sorted(set(own)), count, table_of, idle=[(0,) * len(kinds)])
+        for cut in cuts:
+            if len(cut.taken) == count:
+                widths, first = tuple(map(sum, cut.taken)), pools.depth - sum(cut.used)
+                yield replace(
+                    candidate, bounds=cut.bounds, widths=widths, first=first, layout=pools.laid_out(cut.taken)
+                )
+
+
+def _arranged(left: Counter[Taken]) -> set[tuple[Taken, ...]]:
+    """Return every order of these."""
+    if not left.total():
+        return {()}
+    return {(taken, *rest) for taken in +left for rest in _arranged(left - Counter([taken]))}
 
 
 # ---- small spaces --------------------------------------------------------------------------------------------------
@@ -238,6 +306,8 @@ def with_equal_stages(candidate: Candidate, space: SearchSpace, most_ns: int) ->
 def enumerate_all(space: SearchSpace) -> list[Candidate] | None:
     """Return every candidate that the request allows, each plan once; None if evaluating all would take long."""
     n, request, world = space.chain.n, space.request, space.costs.cluster.world
+    if not all_orders(space.costs.cluster):
+        return None
     all_layouts = list(layouts(space.costs.cluster, replicas=request.may_replicate, wanted=request.copies))
     deepest = min(n, world, request.stages or n)
     partitions = sum(comb(n - 1, s - 1) * comb(world, s) for s in range(request.stages or 1, deepest + 1))

@@ -21,7 +21,6 @@ from typing import NamedTuple
 import numpy as np
 
 from autopart.ir.graph import Size
-from autopart.passes.graph.cuts import Ints
 from autopart.passes.search.evaluation import Candidate, Evaluation, Search, fitted
 from autopart.passes.search.recomputation import Fitted
 from autopart.passes.search.space import SearchSpace, fastest_sums
@@ -86,17 +85,18 @@ def finer(evaluation: Evaluation, fine: SearchSpace) -> Candidate:
 def _neighbours(candidate: Candidate, space: SearchSpace) -> Iterator[Candidate]:
     """Yield the candidate after each move: the next ways to cut the batch, one cut by one or two blocks, all cuts from
     one on, or one device from a stage to another."""
-    request = space.request
+    request, candidate = space.request, replace(candidate, recompute=())
     order = sorted(request.micro_rows, key=len)
     place = order.index(candidate.micro_rows)
-    for rows in order[max(0, place - 1) : place] + order[place + 1 : place + 2]:
+    others = order[max(0, place - 1) : place] + order[place + 1 : place + 2]
+    for rows in others if not candidate.order else ():  # which is one of so many micro-batches
         if candidate.most_replicas <= request.most_replicas(rows):
             yield replace(candidate, micro_rows=rows)
     for bounds in _moved(candidate.bounds):
         if space.allows(bounds):
             yield replace(candidate, bounds=bounds)
     if request.replicas is None and max(candidate.layout.widths) > 1:
-        for giver, taker in permutations(range(candidate.stages), 2):
+        for giver, taker in permutations(range(len(candidate.widths)), 2):
             widths = list(candidate.widths)
             widths[giver] -= 1
             widths[taker] += 1
@@ -112,7 +112,7 @@ def _with_one_cut_anywhere(candidate: Candidate, space: SearchSpace) -> Iterator
         for place in range(old[i - 1] + 1, old[i + 1]):
             bounds = (*old[:i], place, *old[i + 1 :])
             if space.allows(bounds):
-                yield replace(candidate, bounds=bounds)
+                yield replace(candidate, bounds=bounds, recompute=())
 
 
 def _moved(bounds: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
@@ -258,19 +258,36 @@ def _arriving_ns(space: SearchSpace, found: Fitted) -> list[int]:
 # and what counts is the work of all stages of a rank, and the longest of them.
 
 
+def speeds_of(space: SearchSpace, candidate: Candidate) -> tuple[float, ...]:
+    """Return how fast the devices of each position are together, in devices of the fastest type."""
+    whole, kinds = type_times(space, max(candidate.micro_rows)), space.costs.device_types
+    starts = accumulate(candidate.widths, initial=candidate.first)
+    ranks = [candidate.layout.ranks(start, width) for start, width in zip(starts, candidate.widths, strict=False)]
+    devices = space.costs.cluster.devices
+    copies = candidate.layout.pipeline_replicas
+    return tuple([sum([min(whole) / whole[kinds.index(devices[rank])] for rank in own]) / copies for own in ranks])
+
+
+def type_times(space: SearchSpace, rows: int) -> list[int]:
+    """Return the nanoseconds of all blocks, both ways, on each type of device.  rows: of a micro-batch."""
+    costs = [space.chain.range_costs(Size(rows), kind).blocks for kind in range(len(space.costs.device_types))]
+    return [max(1, int(taken[0].sum() + taken[1].sum())) for taken in costs]
+
+
 def with_even_cuts(candidate: Candidate, space: SearchSpace) -> Candidate | None:
-    """Return the candidate with as much work for each device, cut where few bytes cross, or None where not allowed.
+    """Return the candidate with work for each position as it is fast, cut where few bytes cross, or None where not
+    allowed.
 
     The pipeline latency leaves out waiting for slow stages, which even cuts avoid.
     """
     widths = candidate.widths
     if space.request.pins or len(widths) > space.chain.n:
         return None
-    ends = even_bounds(space, max(candidate.micro_rows), widths)
+    ends = even_bounds(space, max(candidate.micro_rows), speeds_of(space, candidate))
     return replace(candidate, bounds=ends) if ends is not None and space.allows(ends) else None
 
 
-def even_bounds(space: SearchSpace, rows: int, shares: Sequence[int]) -> tuple[int, ...] | None:
+def even_bounds(space: SearchSpace, rows: int, shares: Sequence[float]) -> tuple[int, ...] | None:
     """Return the bounds of stages with work in proportion to their shares, cut where few bytes cross.
 
     rows: of a micro-batch.  None where the blocks do not suffice.  O(stages * blocks).
@@ -287,39 +304,44 @@ def even_bounds(space: SearchSpace, rows: int, shares: Sequence[int]) -> tuple[i
     return (*bounds, space.chain.n)
 
 
-def shortest_bounds(space: SearchSpace, rows: int, stages: int) -> tuple[int, ...] | None:
+def shortest_bounds(space: SearchSpace, rows: int, speeds: Sequence[float]) -> tuple[int, ...] | None:
     """Return the bounds for which the longest stage is shortest, of those that the request allows; None without any.
 
-    Of equally short ones every stage ends as late as possible.  rows: of a micro-batch.  O(stages * blocks^2) in numpy.
+    Of equally short ones every stage ends as late as possible.  rows: of a micro-batch.  speeds: of the devices of each
+    stage.  O(stages * blocks^2) in numpy.
     """
-    n, sums = space.chain.n, fastest_sums(space, rows)
+    n, stages, sums = space.chain.n, len(speeds), fastest_sums(space, rows)
     work = sums[None, :] - sums[:, None]
-    far = int(sums[-1]) + 1
-    best: list[Ints] = [np.full(n + 1, far, dtype=np.int64)]
+    far = float(sums[-1]) / min(speeds) + 1
+    best = [np.full(n + 1, far)]
     best[0][n] = 0
     for k in range(1, stages + 1):  # the last k stages, from block a on
-        allowed = np.where(space.legal_at(stages - k), work, far)
+        allowed = np.where(space.legal_at(stages - k), work / speeds[stages - k], far)
         best.append(np.maximum(allowed, best[-1][None, :]).min(axis=1))
     if best[stages][0] >= far:
         return None
-    bounds, limit = [0], int(best[stages][0])
+    bounds, limit = [0], best[stages][0]
     for stage in range(stages):
         legal, rest, a = space.legal_at(stage)[bounds[-1]], best[stages - stage - 1], bounds[-1]
-        bounds.append(int(np.flatnonzero(legal & (work[a] <= limit) & (rest <= limit)).max()))
+        fits = work[a] / speeds[stage] <= limit
+        bounds.append(int(np.flatnonzero(legal & fits & (rest <= limit)).max()))
     return tuple(bounds)
 
 
-def levelled(space: SearchSpace, rows: int, bounds: tuple[int, ...], homes: Sequence[int]) -> tuple[int, ...]:
-    """Return bounds with cuts moved by a block as long as the loads of ranks get more even (the sum of their squares).
+def levelled(
+    space: SearchSpace, rows: int, bounds: tuple[int, ...], homes: Sequence[int], speeds: Sequence[float]
+) -> tuple[int, ...]:
+    """Return bounds with cuts moved by a block as long as the loads of positions get more even, for their speeds (the
+    sum of squares of loads over speeds).
 
     homes: position of each stage.  O(moves * stages).
     """
     sums = fastest_sums(space, rows).tolist()
-    cuts, loads = list(bounds), [0] * (max(homes) + 1)
+    cuts, loads = list(bounds), [0.0] * len(speeds)
     for home, (a, b) in zip(homes, pairwise(cuts), strict=True):
         loads[home] += sums[b] - sums[a]
     for _ in range(MOVES):
-        gain, place, moved = min(_moves(space, cuts, sums, loads, homes), default=(0, 0, 0))
+        gain, place, moved = min(_moves(space, cuts, sums, loads, homes, speeds), default=(0, 0, 0))
         if gain >= 0:
             break
         taken = sums[moved] - sums[cuts[place]]
@@ -330,16 +352,22 @@ def levelled(space: SearchSpace, rows: int, bounds: tuple[int, ...], homes: Sequ
 
 
 def _moves(
-    space: SearchSpace, cuts: Sequence[int], sums: Sequence[int], loads: Sequence[int], homes: Sequence[int]
-) -> Iterator[tuple[int, int, int]]:
-    """Yield (change of the sum of squared loads, place of a cut, block that it moves to) of each move."""
+    space: SearchSpace,
+    cuts: Sequence[int],
+    sums: Sequence[int],
+    loads: Sequence[float],
+    homes: Sequence[int],
+    speeds: Sequence[float],
+) -> Iterator[tuple[float, int, int]]:
+    """Yield (change of the sum of squared loads over speeds, place of a cut, block that it moves to) of each move."""
     for place in range(1, len(cuts) - 1):
         giver, taker, here = homes[place], homes[place - 1], cuts[place]
         for moved in (here + 1, here - 1):
             if giver == taker or not cuts[place - 1] < moved < cuts[place + 1]:
                 continue
             taken = sums[moved] - sums[here]
-            change = 2 * taken * (loads[taker] - loads[giver] + taken)
+            change = 2 * taken * (loads[taker] / speeds[taker] - loads[giver] / speeds[giver])
+            change += taken**2 * (1 / speeds[taker] + 1 / speeds[giver])
             before, after = space.legal_at(place - 1), space.legal_at(place)
             if change < 0 and before[cuts[place - 1], moved] and after[moved, cuts[place + 1]]:
                 yield change, place, moved

@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from autopart.passes.search.evaluation import Candidate, Evaluation, Proposal, Search
 from autopart.passes.search.layout import layouts
-from autopart.passes.search.proposals import HOPELESS, enumerate_all, with_equal_stages
+from autopart.passes.search.proposals import HOPELESS, enumerate_all, rearranged, with_equal_stages
 from autopart.passes.search.refinement import actions_of, balanced, finer, refined, with_even_cuts
 from autopart.passes.search.space import SearchSpace
 
@@ -29,7 +29,7 @@ VARIED = 4
 LEAST_VARIANTS = 5
 """Variants of each of these that are tried however long their programs are."""
 REFINED = 3
-"""Evaluated candidates that are refined, which share the effort."""
+"""Evaluated candidates that are refined, which share the effort; twice as many where devices are unlike."""
 HOPEFUL, CLOSE = 1.04, 1.005
 """How far above the best a candidate may be to be refined, and to be refined once more over finer blocks."""
 FEW = 4
@@ -124,13 +124,36 @@ def evaluate_layouts(search: Search, effort: int) -> None:
         search.tell("schedules and layouts")
 
 
+def evaluate_arrangements(search: Search, effort: int) -> None:
+    """Evaluate the fastest with unlike positions in other orders, as long as that makes the step shorter.
+
+    effort: simulated actions.
+    """
+    for evaluation in search.finalists(VARIED):
+        best = evaluation
+        while effort > 0:
+            near = list(rearranged(best.candidate, best.space))
+            effort -= len(near) * actions_of(best.candidate)
+            tried = [search.evaluate(best.space, candidate) for candidate in near]
+            better = min((e for e in tried if e.fits), key=lambda e: e.step_ns, default=best)
+            if better.step_ns >= best.step_ns:
+                break
+            best = better
+        search.tell("orders of unlike devices")
+
+
 def _variants(space: SearchSpace, candidate: Candidate) -> Iterator[Candidate]:
     """Yield the candidate under each schedule and each layout of as many pipelines."""
     request = space.request
     same_shape = [
         layout
-        for layout in layouts(space.costs.cluster, replicas=request.may_replicate, wanted=request.copies)
-        if layout.pipeline_replicas == candidate.layout.pipeline_replicas and layout.order == candidate.layout.order
+        for layout in layouts(
+            space.costs.cluster,
+            replicas=request.may_replicate,
+            wanted=request.copies,
+            orders=(candidate.layout.order,),
+        )
+        if layout.pipeline_replicas == candidate.layout.pipeline_replicas
     ]
     schedules = request.schedules if candidate.stages > 1 else request.schedules[:1]
     for schedule in sorted(schedules, key=lambda name: name != candidate.schedule):  # its own first
@@ -145,7 +168,8 @@ def _variants(space: SearchSpace, candidate: Candidate) -> Iterator[Candidate]:
 def refine_best(search: Search, effort: int) -> None:
     """Refine the fastest, and those that come close to the best, or the preferred one, once more over finer blocks."""
     fine, effort = search.fine, effort // REFINED  # each
-    for evaluation in search.finalists(REFINED):
+    unlike = len(fine.costs.device_types) > 1
+    for evaluation in search.finalists(2 * REFINED if unlike else REFINED, by_kind=unlike):
         if not search.fitting or evaluation.step_ns <= HOPEFUL * search.best_ns:
             near = _refined_over_its_blocks(search, evaluation, effort)
             preferred = min([e.preference for e in search.fitting.values()], default=math.inf)

@@ -31,7 +31,7 @@ from autopart.passes.ops.cost_model import FIELDS
 from autopart.passes.program.named import DELAYED
 from autopart.passes.program.orders import Shape
 from autopart.passes.program.schedules import find, in_flight, streams
-from autopart.passes.search.layout import Layout, by_speed
+from autopart.passes.search.layout import Layout, Pools, by_speed
 from autopart.passes.search.partition import INFEASIBLE, Table, by_length, ends_of
 from autopart.passes.search.space import Bools, SearchSpace
 from autopart.passes.simulation.charges import copying_ns, optimizer_ns, summing_ns
@@ -99,7 +99,7 @@ class StageCostTables:
     """
 
     space: SearchSpace
-    layout: Layout
+    layout: Layout | Pools
     micro_rows: tuple[int, ...]
     schedule: str
     longest: int
@@ -121,9 +121,10 @@ class StageCostTables:
         """Whether a stage of a range has a backward."""
         return np.asarray(by_length(self.space.may_learn, self.longest))
 
-    def __call__(self, k: int, width: int, used: int) -> Table | None:
-        """Return the table of the k-th stage from the end, on `width` positions, `used` of them to the end."""
-        replicas, request = width * self.layout.pipeline_replicas, self.space.request
+    def __call__(self, k: int, width: Any, used: Any) -> Table | None:
+        """Return the table of the k-th stage from the end, on `width` positions, `used` of them to the end; of `Pools`
+        both are `Taken`."""
+        replicas, request = self.layout.replicas(width), self.space.request
         stage = None if self.stages is None else self.stages - k
         if replicas > request.most_replicas(self.micro_rows):
             return None
@@ -132,7 +133,7 @@ class StageCostTables:
             if fixed is not None and (len(fixed) != self.stages or fixed[stage] != replicas):
                 return None
         pinned = stage if request.pins else None
-        place = self._place(self.layout, self.layout.depth - used, width)
+        place = self._place(self.layout, used, width)
         if len(self.layout.widths) == 1:
             return self._table(self._live(k), pinned, replicas, place)  # used once: not remembered
         return self._known_table(self._live(k), pinned, replicas, place, self._waits is None)
@@ -143,16 +144,14 @@ class StageCostTables:
         return self._table(live, stage, replicas, place)
 
     @_remembered
-    def _place(self, layout: Layout, start: int, width: int) -> _Place:
-        costs, ranks = self.space.costs, layout.ranks(start, width)
+    def _place(self, layout: Layout | Pools, used: Any, width: Any) -> _Place:
+        costs, (ranks, before) = self.space.costs, layout.stage(used, width)
         devices = [costs.cluster.devices[rank] for rank in ranks]
         device_types = tuple(sorted(costs.device_types.index(device) for device in devices))
         if len(set(device_types)) == 1 or len(ranks) > self._rows:
             device_types = tuple(sorted(set(device_types)))  # the slowest counts
         memory = INFEASIBLE if self.ignore_memory else costs.cluster.least_memory_bytes(ranks)
-        arriving, before = (0, 0.0), max(0, start - width)
-        if start:  # from a stage as wide as this one, right before it
-            arriving = costs.loads.p2p(layout.ranks(before, start - before), ranks).pace
+        arriving = costs.loads.p2p(before, ranks).pace if before else (0, 0.0)
         summing = summing_ns(1 << 30, ranks, costs.cluster) / (1 << 30)
         return _Place(device_types, memory, arriving, costs.loads.ring(ranks, 1).pace, summing)
 

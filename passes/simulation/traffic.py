@@ -108,8 +108,8 @@ def _over_all_cards(cluster: Cluster, hops: Sequence[_Hop], ranks: Sequence[int]
     for sender, receiver, share in hops:
         index = cluster.level(sender, receiver)
         if index and cluster.levels[index].link.flow_bytes_per_s:
-            inner = cluster.levels[index - 1].size
-            here, there = ([rank for rank in ranks if rank // inner == end // inner] for end in (sender, receiver))
+            group = cluster.levels[index - 1].group
+            here, there = ([rank for rank in ranks if group(rank) == group(end)] for end in (sender, receiver))
             lanes = max(len(here), len(there))
             flows += [(here[i % len(here)], there[i % len(there)], share / lanes) for i in range(lanes)]
     return flows

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gpu.half_hour import PARTS, Part, run
 from gpu.jobs import Job, default_micros, reason
 from gpu.pool import Pool
 from gpu.rows import preset, row_of, table, with_rates
@@ -52,6 +53,17 @@ def test_a_job_that_hangs_dies_or_fails_has_a_reason_and_the_next_job_runs(pool:
     assert pool.run(die, limit_s=30) == [{"reason": "the process died (exit code 3)"}]
     assert pool.run(fail, limit_s=30) == [{"reason": "UsageError: no such thing: it was never made"}]
     assert pool.run(rank, limit_s=30) == [{"rank": "0"}]
+
+
+def test_a_part_of_the_half_hour_that_fails_or_hangs_is_named_and_leaves_no_process(tmp_path: Path) -> None:
+    good, bad = (
+        Part("part", (sys.executable, "-c", code), 30.0) for code in ("print('a row')", "raise SystemExit('no device')")
+    )
+    assert run(good, tmp_path, dry=False) == ""
+    assert run(bad, tmp_path, dry=False) == "exit code 1\nno device"
+    slow = Part("part", (sys.executable, "-c", "import time; print('a row', flush=True); time.sleep(3600)"), 1.0)
+    assert run(slow, tmp_path, dry=False).startswith("cut off after 1 s")
+    assert sum(part.limit_s for part in PARTS) <= 32 * 60
 
 
 def test_the_cause_of_an_error_is_the_reason() -> None:

@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.jobs.random_runs import Run, Unbroken, drawn_run, lived
-from support.jobs.random_trainers import TrainerRun, difference, drawn_trainer
-from support.jobs.script_events import CALLS, SETTINGS, Event, change, draw, words
-from support.jobs.script_players import OPTIMIZERS, Piped, Plain, Script, Seen
+from support.jobs.scripts.random_runs import Run, Unbroken, drawn_run, lived
+from support.jobs.scripts.random_trainers import TrainerRun, difference, drawn_trainer
+from support.jobs.scripts.script_events import CALLS, SETTINGS, Event, change, draw, words
+from support.jobs.scripts.script_players import OPTIMIZERS, Piped, Plain, Script, Seen
 from support.models import script_models as models
 from support.models.script_models import COUPLED, PARTS, Scripted
 from support.workers import Workers

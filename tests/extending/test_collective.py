@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from support.languages import own_collective
+from support.extending import own_collective
 from support.languages.programs import program
 from support.workers import Workers
 

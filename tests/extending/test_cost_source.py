@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.languages import own_cost_source
-from support.languages.own_cost_source import MODULE_NS, by_module
+from support.extending import own_cost_source
+from support.extending.own_cost_source import MODULE_NS, by_module
 from support.workers import Workers
 from torch import nn
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.languages.own_interleaving import in_groups, trained, two_stages_a_rank
+from support.extending.own_interleaving import in_groups, trained, two_stages_a_rank
 from support.workers import Workers
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.languages import own_op
+from support.extending import own_op
 from support.workers import Workers
 
 import autopart

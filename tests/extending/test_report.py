@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from support.languages.own_report import idle_table
+from support.extending.own_report import idle_table
 from support.languages.refusals import batch, net, planned
 from torch.nn import functional as F
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from support.languages import own_schedule
+from support.extending import own_schedule
+from support.extending.own_schedule import eager_first_stage
 from support.languages.graphs import cluster, graph, plan_of
-from support.languages.own_schedule import eager_first_stage
 from support.oracles.strict import hangs, issued
 from support.workers import Workers
 

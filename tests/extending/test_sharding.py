@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.languages import own_sharding
-from support.languages.own_sharding import batch, block, optimizer_of, plain
+from support.extending import own_sharding
+from support.extending.own_sharding import batch, block, optimizer_of, plain
 from support.workers import Workers
 
 import autopart

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.extending.own_interleaving import OPTIONS, batch, net
 from support.languages.graphs import graph
-from support.languages.own_interleaving import OPTIONS, batch, net
 from support.languages.torch_schedules import LOOPED, V_SHAPED, computes, dump, home, load, simulated, verified_under
 from support.oracles.strict import hangs, issued
 from support.workers import Workers

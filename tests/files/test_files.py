@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from support.languages.plans import changed, example, plans
 
 from autopart.files import documents
-from autopart.files.plans import diff_plans, load_plan, match_plan, plan_from_json, plan_to_json, save_plan
+from autopart.files.plans import load_plan, match_plan, plan_from_json, plan_to_json, save_plan
 from autopart.ir.errors import PlanError, PlanFileError
 from autopart.ir.graph import Graph, Op, Param, Size, Value
 from autopart.ir.plan import Alternative, Optimality, Plan, Stage, check
+from autopart.report.plan_diff import diff_plans
 
 
 @settings(deadline=None)
@@ -249,17 +250,26 @@ def test_diff_names_what_changed() -> None:
         "stage 0 recomputed ops: 0 -> 1",
         "stage 1 ranks: [1] -> [0]",
         "stage 0 -> stage 1: 1 op, b",
-        "notes differ",
+        f"no longer noted: {example().notes[0]}",
     ]
 
 
 def test_diff_of_what_was_made_for_something_else_and_would_take_something_else() -> None:
-    bound, other = Optimality.of(9, 8), (Alternative("1 stage", 9, ""),)
-    changes = {"costs": "measured", "step_ns": 9, "optimality": bound, "alternatives": other, "estimates": ()}
-    assert diff_plans(example(), changed(example(), **changes)).splitlines() == [
+    bound, other = Optimality.of(9_000_000, 8_000_000), (Alternative("1 stage", 9, ""),)
+    named = [replace(stage, modules=("embed", f"layer.{s}")) for s, stage in enumerate(example().stages)]
+    fuller = replace(example().estimates[0], peak_bytes=3 << 30, fwd_ns=2_000_000)
+    before = changed(
+        example(), step_ns=10_000_000, stages=tuple(named), estimates=(replace(fuller, peak_bytes=2 << 30),) * 2
+    )
+    changes = {"costs": "measured", "step_ns": 9_000_000, "optimality": bound, "alternatives": other}
+    moved = (replace(named[0], ops=("a",)), replace(named[1], ops=("b", "c")))
+    after = changed(before, **changes, estimates=(fuller, before.estimates[1]), stages=moved)
+    assert diff_plans(before, after).splitlines() == [
         "costs: analytic -> measured",
-        "step: 0 ms -> 9e-06 ms (+0.0%)",
-        "estimates differ",
-        "lower bounds differ",
-        "alternatives differ",
+        "stage 0 -> stage 1: 1 op of embed",
+        "step: 10 ms -> 9 ms (-10.0%)",
+        "lower bound: 0 ms -> 8 ms",
+        "stage 0: peak 2 GiB -> 3 GiB (+50.0%)",
+        "the alternatives differ",
     ]
+    assert "fullest device: 2 GiB -> 0 GiB" in diff_plans(before, changed(before, estimates=()))

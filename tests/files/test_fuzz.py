@@ -22,7 +22,7 @@ from support.languages.plans import example
 
 from autopart.files.caches import CacheWarning, cost_path, find_plan, keep_times, plan_path, read_times, write_kept
 from autopart.files.clusters import cluster_to_dict, cluster_to_yaml, parse_cluster
-from autopart.files.plans import diff_plans, load_plan, plan_from_json, plan_to_json
+from autopart.files.plans import load_plan, plan_from_json, plan_to_json
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import AutopartError, PlanFileError
 from autopart.ir.graph import Graph
@@ -33,6 +33,7 @@ from autopart.passes.search.space import PlanRequest
 from autopart.passes.simulation.estimate import stage_estimates
 from autopart.passes.simulation.stage_costs import Estimator
 from autopart.report.cluster_table import cluster_table
+from autopart.report.plan_diff import diff_plans
 from autopart.report.plan_table import plan_facts, stage_table
 
 JUNK: tuple[Callable[[random.Random], Any], ...] = (

@@ -17,9 +17,10 @@ from support.languages.plans import example
 from autopart.cli.main import main
 from autopart.files.clusters import parse_cluster
 from autopart.files.limits import MAX_BYTES, MAX_DEPTH
-from autopart.files.plans import diff_plans, load_plan, plan_from_json, plan_to_json, save_plan
+from autopart.files.plans import load_plan, plan_from_json, plan_to_json, save_plan
 from autopart.ir.errors import AutopartError, ClusterError
 from autopart.ir.plan import Alternative, Optimality, Outlook, Plan, Provenance, Stage
+from autopart.report.plan_diff import diff_plans
 from autopart.report.plan_table import stage_table
 
 

@@ -149,7 +149,7 @@ def test_a_plan_explains_itself() -> None:
     assert lines[5:] == [
         "schedule 1f1b, 3 micro-batches of 4 (2x) and 3 (1x) rows, 2 stages on 3 ranks, 1 idle",
         "simulated, not measured: step 20.00 ms, bubble 25.0 %",
-        "at most 5.0% of it could be saved: no plan between the planner's blocks takes less than 19.00 ms",
+        "at most 5.0% of it could be saved: lower bound for this model on this cluster 19.00 ms",
         "memory in MiB; GFLOP, ms, in and out for one micro-batch",
         "op costs were measured on the device",
         "alternative, 1 stage: 25.00 ms, +25.0%",

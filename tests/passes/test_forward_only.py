@@ -15,7 +15,6 @@ from support.languages.parts import parse_actions, parts_text
 from support.oracles.order_oracle import best_step_ns
 from support.oracles.planner_oracle import Kind, Problem, candidates, compare, problem, problems, says
 
-from autopart.files.plans import diff_plans
 from autopart.ir.actions import ACTIONS, FORWARD
 from autopart.ir.decision import Decision, Stage, check_decision
 from autopart.ir.errors import PlanError, ProgramError
@@ -31,6 +30,7 @@ from autopart.passes.search.evaluation import evaluate
 from autopart.passes.simulation.estimate import estimate, stage_estimates
 from autopart.passes.simulation.simulate import simulate, step_ns
 from autopart.passes.simulation.stage_costs import Estimator
+from autopart.report.plan_diff import diff_plans
 
 CHAIN = "a:2 +p <- x; b:2 +q <- a; c:2 +r <- b; d:2 +s <- c"
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.languages.docs import ROOT
+from support.documents.docs import ROOT
 from torch import nn
 
 import autopart

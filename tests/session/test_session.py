@@ -7,10 +7,10 @@ from functools import cache
 
 import pytest
 import torch
-from support.jobs import rank_error_jobs
 from support.jobs import session_jobs as jobs
-from support.jobs.failing_jobs import CASE as TROUBLED
-from support.jobs.failing_jobs import arm
+from support.jobs.failures import rank_error_jobs
+from support.jobs.failures.failing_jobs import CASE as TROUBLED
+from support.jobs.failures.failing_jobs import arm
 from support.jobs.step_jobs import ALL
 from support.workers import Workers
 

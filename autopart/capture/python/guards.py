@@ -101,7 +101,7 @@ def _check_forward(model: nn.Module) -> None:
             f"{type(model).__name__} is a LightningModule without a forward",
             why="a pipeline captures forward() and a loss; training_step, its logging and its optimizers stay outside",
             fix=f"autopart.compile(module.{inner}, sample=(inputs, target), loss_fn=...), then pipe.step(batch) in "
-            "place of training_step and backward (docs/from_ddp.md)",
+            "place of training_step and backward (docs/lightning.md)",
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -137,7 +136,7 @@ class Checkpoints(Part, Listener):
 
         def write() -> None:
             with writing(draft.folder):
-                write_part(draft, contents)
+                write_part(draft, contents.weights, contents.more)
 
         def published() -> Path:
             assert self.root is not None
@@ -151,7 +150,7 @@ class Checkpoints(Part, Listener):
             if draft.rank == 0 and wait_for_parts(draft, give_up):
                 published()
             elif draft.rank == 0:
-                shutil.rmtree(draft.folder, ignore_errors=True)
+                draft.erase()
 
         with _erased(draft), together(world, _SAVING):
             if wait:
@@ -206,7 +205,7 @@ class Checkpoints(Part, Listener):
         """Delete what a save leaves that was not published; while others may still write, nobody does."""
         self.background = None
         if ended.draft.rank == 0:
-            shutil.rmtree(ended.draft.folder, ignore_errors=True)
+            ended.draft.erase()
 
     def closing(self, *, healthy: bool) -> None:
         """Wait for a save in the background, and let other runs use the folder."""
@@ -239,5 +238,5 @@ def _erased(draft: Draft) -> Iterator[None]:
         yield
     except BaseException:
         if draft.rank == 0:
-            shutil.rmtree(draft.folder, ignore_errors=True)
+            draft.erase()
         raise

@@ -19,7 +19,7 @@ from autopart.files.checkpoints.document import OPTIMIZER, Document, read_docume
 from autopart.files.checkpoints.folders import Root, read_at
 from autopart.files.checkpoints.values import decoded, encoded
 from autopart.state.around import Kept, version
-from autopart.state.contents import Contents, tied_once
+from autopart.state.contents import tied_once
 from autopart.state.extra_state import EXTRA_STATE, give_extra_state, saved_extra_state, warn_of_unsaved
 from autopart.state.optimizers import GivenOptimizer, given_as, groups_of, joined, matched, state_of
 from autopart.state.schedulers import GivenScheduler, saved_schedulers, scheduler_state
@@ -94,7 +94,7 @@ def save_from(
     )
     with writing(Path(folder)), closing(Root(Path(folder))) as root:
         draft = Draft(root.draft(step), document, 0)
-        write_part(draft, Contents(own, tensors, state))
+        write_part(draft, own, tensors)
         return publish(draft, root, keep, config_text(model))
 
 

@@ -34,6 +34,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from autopart.extras.checkpoints.saving import Draft, publish, read_part, record_at, write_part
 from autopart.files.checkpoints.document import NAME, Document, read_document, write_document
 from autopart.files.checkpoints.folders import LATEST, Root, checkpoint_at, complete, found_at, latest, read_at
+from autopart.files.checkpoints.storage import is_file
 from autopart.files.storage import write_whole
 from autopart.ir.errors import CheckpointError
 from autopart.launcher import rescue_folder, restart_count
@@ -192,7 +193,7 @@ class Rescue(Listener):
     def follow(self, kept: Kept) -> None:
         """Keep this state from now on.  Called at a load or a save."""
         place = place_of(kept.folder)
-        if place is None or (Path(kept.folder) / NAME).is_file():  # a checkpoint by its own path: not of this run
+        if place is None or is_file(Path(kept.folder) / NAME):  # a checkpoint by its own path: not of this run
             return
         self._session = self._core.session
         self._folder = place / f"start-{restart_count():05d}" / f"rank-{self._session.world.rank:05d}"
@@ -279,7 +280,7 @@ class Rescue(Listener):
         for number, (ranks, names) in enumerate(groups.items()):
             if rank in ranks or not ranks:
                 contents = contents_with(self._core, names, kept.optimizers)
-                write_part(Draft(self._folder, document, number), contents)
+                write_part(Draft(self._folder, document, number), contents.weights, contents.more)
         write_document(self._folder, document)
 
     def closed(self) -> None:

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,13 +23,13 @@ from pydantic import TypeAdapter, ValidationError
 
 from autopart.files.checkpoints.document import Document, Written, hashed, write_document
 from autopart.files.checkpoints.folders import Root
-from autopart.files.checkpoints.tensor_files import INDEX, write_tensors
-from autopart.files.reading import named, read_text, unreadable
-from autopart.files.storage import write_whole
+from autopart.files.checkpoints.storage import is_file, read, storage_of, write
+from autopart.files.checkpoints.tensor_files import INDEX, Unread, bytes_of, write_tensors
+from autopart.files.reading import named, unreadable
 from autopart.ir.errors import CheckpointError, UsageError
-from autopart.state.contents import Contents
 
 T = TypeVar("T")
+Values = torch.Tensor | Unread
 _POLL_S = 0.02
 _AT_EXIT_S = 30.0
 """Time that a save gets when the script of rank 0 has ended without `close`."""
@@ -58,26 +58,31 @@ class Draft:
     document: Document
     rank: int
 
+    def erase(self) -> None:
+        """Delete it, as far as that can be done."""
+        with suppress(OSError):
+            storage_of(self.folder).remove(self.folder)
 
-def write_part(draft: Draft, contents: Contents) -> None:
+
+def write_part(draft: Draft, weights: Mapping[str, Values], more: Mapping[str, Values]) -> None:
     """Write the files of this rank at once, and last the one that says that they are whole.  Raises OSError."""
     number = f"{draft.rank + 1:05d}-of-{draft.document.world:05d}"
-    parts = {f"model-{number}": contents.weights}
-    parts[f"state-{number}"], parts[f"state-{number}-2"] = _halves(contents.more)
+    parts = {f"model-{number}": dict(weights)}
+    parts[f"state-{number}"], parts[f"state-{number}-2"] = _halves(more)
     files = {f"{name}.safetensors": tensors for name, tensors in parts.items() if tensors}
     written = _at_once({name: partial(write_tensors, draft.folder / name, files[name]) for name in files})
-    write_whole(record_at(draft.folder, draft.rank), json.dumps(asdict(Part(written, tuple(contents.weights)))))
+    write(record_at(draft.folder, draft.rank), json.dumps(asdict(Part(written, tuple(weights)))))
 
 
-def _halves(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def _halves(tensors: Mapping[str, Values]) -> tuple[dict[str, Values], dict[str, Values]]:
     """Return large tensors in two files of about the same size: hashing a file keeps a processor busy, so two files
     are sooner written.  Small tensors stay in the first."""
-    halves: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = {}, {}
+    halves: tuple[dict[str, Values], dict[str, Values]] = {}, {}
     sizes = [0, 0]
-    for name, tensor in sorted(tensors.items(), key=lambda each: -each[1].nbytes):
-        smaller = int(tensor.nbytes >= _WORTH_A_FILE and sizes[1] < sizes[0])
+    for name, tensor in sorted(tensors.items(), key=lambda each: -bytes_of(each[1])):
+        smaller = int(bytes_of(tensor) >= _WORTH_A_FILE and sizes[1] < sizes[0])
         halves[smaller][name] = tensor
-        sizes[smaller] += tensor.nbytes
+        sizes[smaller] += bytes_of(tensor)
     return halves
 
 
@@ -111,7 +116,7 @@ def read_part(folder: Path, rank: int) -> Part:
     """Return what a rank has written.  Raises CheckpointError for a file that was changed, or cannot be read."""
     with named(path := record_at(folder, rank), CheckpointError):
         try:
-            return _PART.validate_json(read_text(path))
+            return _PART.validate_json(read(path))
         except ValidationError as error:
             raise unreadable("was changed while it was written", why=str(error).partition("\n")[0]) from error
 
@@ -134,11 +139,11 @@ def publish(draft: Draft, root: Root, keep: int | None, config: str | None) -> P
     if config is not None:
         texts["config.json"] = config
     for name, text in texts.items():
-        write_whole(draft.folder / name, text)
+        write(draft.folder / name, text)
         files[name] = hashed(draft.folder / name)
     write_document(draft.folder, replace(draft.document, files=files))
     for rank in range(draft.document.world):
-        record_at(draft.folder, rank).unlink()
+        storage_of(draft.folder).remove(record_at(draft.folder, rank))
     return root.publish(draft.folder, keep)
 
 
@@ -178,7 +183,7 @@ def wait_for_parts(draft: Draft, give_up: threading.Event) -> bool:
     """Wait until every rank's part is whole; returns False if it was told to give up.  On rank 0."""
     missing = set(range(draft.document.world))
     deadline: float | None = None
-    while missing := {rank for rank in missing if not record_at(draft.folder, rank).exists()}:
+    while missing := {rank for rank in missing if not is_file(record_at(draft.folder, rank))}:
         if not threading.main_thread().is_alive():  # the script has ended without close(); so may have another rank
             deadline = deadline or time.monotonic() + _AT_EXIT_S
         if give_up.is_set() or (deadline is not None and time.monotonic() > deadline):
@@ -205,7 +210,7 @@ def writing(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        file = next((path for path in (folder, *folder.parents) if path.is_file()), None)
+        file = next((path for path in (folder, *folder.parents) if is_file(path)), None)
         why = f"{file} is a file, and a checkpoint is a folder, to which each rank writes its part"
         fix = "free space or pass another folder; the last complete checkpoint is unharmed, and training can go on"
         if file is not None:

@@ -149,7 +149,8 @@ def _give(
 
 
 def _not_carried(error: CheckpointError) -> UsageError:
-    return UsageError("the state of the optimizer cannot move to another plan", why=str(error), fix=error.fix)
+    why = error.why or error.what
+    return UsageError("the state of the optimizer cannot move to another plan", why=why, fix=error.fix)
 
 
 Pairs = Mapping[tuple[int, int], int]

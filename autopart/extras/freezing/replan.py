@@ -92,7 +92,7 @@ def behind_frozen(session: Session, cluster: Cluster, cache: AutoCache, options:
     except RefusedError:
         raise
     except AutopartError as error:  # an option may name a layer that is not planned any more
-        return f"without the frozen layers there is no plan: {error}"
+        return f"without the frozen layers there is no plan: {error.what}"
     weights = sum(code.captured.tensors[name].nbytes for name in code.tensors)
     peak = max((estimate.peak_bytes for estimate in planned.plan.estimates), default=0)
     if peak + weights > cluster.least_memory_bytes((0,)):

@@ -1,24 +1,18 @@
-"""Write metrics to a file of JSON lines and, where it is installed, to TensorBoard."""
+"""Write metrics to a file of JSON lines, and to trackers of experiments."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from importlib.util import find_spec
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self, TextIO
 
 from autopart.extras.metrics.metrics import Metrics
+from autopart.extras.metrics.sinks import Sink, installed, opened, require_installed
 from autopart.ir.errors import UsageError
-
-SCALARS = (
-    "loss", "grad_norm", "loss_scale", "step_s", "predicted_s", "rows_per_s", "tokens_per_s", "flops_per_s", "mfu",
-    "bubble",
-)  # fmt: skip
-"""The metrics that TensorBoard is given, and with them the most memory of a rank."""
-INSTALL = 'pip install "autopart[tensorboard]"'
 
 
 class Measured(Protocol):
@@ -43,21 +37,34 @@ class MetricsLog:
                 optimizer.step()
 
     path: of the file, to which lines are added.  every: steps from one line to the next.  tensorboard: the folder of
-    its files; None: `path` without its ending where TensorBoard is installed; False: none.  Raises UsageError for a
-    file that cannot be written, and for a folder where TensorBoard is not installed.
+    its files; None: `path` without its ending where TensorBoard is installed; False: none.  to: other trackers
+    ("wandb", "mlflow", "trackio"), in the run that the script has begun; or by name the options with which their
+    clients begin one.  Raises UsageError for a file that cannot be written, and for a tracker that is not installed.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], *, every: int = 1, tensorboard: str | os.PathLike[str] | bool | None = None
+        self,
+        path: str | os.PathLike[str],
+        *,
+        every: int = 1,
+        tensorboard: str | os.PathLike[str] | bool | None = None,
+        to: str | Iterable[str] | Mapping[str, Mapping[str, Any]] = (),
     ) -> None:
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise UsageError(
                 f"every is {every!r}", where="MetricsLog", fix="pass the number of steps between two lines"
             )
         self._path, self._every = Path(path), every
-        self._folder = _folder(self._path, tensorboard)
+        self._to: dict[str, Mapping[str, Any]] = {}
+        if tensorboard or (tensorboard is None and installed("tensorboard")):
+            own = tensorboard is None or tensorboard is True
+            self._to["tensorboard"] = {"log_dir": self._path.with_suffix("") if own else tensorboard}
+        for name in [to] if isinstance(to, str) else to:
+            self._to[name] = to[name] if isinstance(to, Mapping) else {}
+        for name in self._to:
+            require_installed(name)
         self._file: TextIO | None = None
-        self._board: Any = None
+        self._sinks: dict[str, Sink] = {}
 
     def add(self, pipe: Measured, **more: float | str | bool | None) -> Metrics | None:
         """Write the metrics of the last step and what else is given, and return them; None between two lines.
@@ -85,26 +92,20 @@ class MetricsLog:
             self._file.flush()
         except (OSError, TypeError) as error:
             raise UsageError(f"cannot write metrics to {self._path}", why=str(error)) from error
-        if self._folder is not None:
-            self._draw(metrics, more)
-
-    def _draw(self, metrics: Metrics, more: dict[str, Any]) -> None:
-        if self._board is None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._board = SummaryWriter(self._folder)
-        found = metrics.as_dict()
-        numbers = {name: found[name] for name in SCALARS} | {"peak_bytes": max(metrics.peak_bytes, default=0)}
-        for name, number in {**numbers, **more}.items():
-            if isinstance(number, int | float):
-                self._board.add_scalar(name, number, metrics.step)
+        numbers = {name: number for name, number in {**found, **more}.items() if isinstance(number, int | float)}
+        del numbers["step"]
+        numbers["peak_bytes"] = max(metrics.peak_bytes, default=0)
+        for name, options in self._to.items():
+            if name not in self._sinks:
+                self._sinks[name] = opened(name, options)
+            self._sinks[name].write(metrics.step, numbers)
 
     def close(self) -> None:
-        """Close the files."""
-        for each in (self._file, self._board):
+        """Close the files, and end the runs that were begun here."""
+        for each in (self._file, *self._sinks.values()):
             if each is not None:
                 each.close()
-        self._file = self._board = None
+        self._file, self._sinks = None, {}
 
     def __enter__(self) -> Self:
         return self
@@ -113,16 +114,6 @@ class MetricsLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _folder(path: Path, tensorboard: str | os.PathLike[str] | bool | None) -> Path | None:
-    """Return the folder of TensorBoard's files, None for none."""
-    installed = find_spec("tensorboard") is not None
-    if tensorboard is False or (tensorboard is None and not installed):
-        return None
-    if not installed:
-        raise UsageError("TensorBoard is not installed", where="MetricsLog(tensorboard=)", fix=INSTALL)
-    return path.with_suffix("") if tensorboard is None or tensorboard is True else Path(tensorboard)
 
 
 def _finite(content: Any) -> Any:

@@ -16,9 +16,9 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from autopart.files.checkpoints.storage import read, storage_of, write
 from autopart.files.documents import parse_json
-from autopart.files.reading import named, open_regular, read_text, unreadable, validated
-from autopart.files.storage import write_whole
+from autopart.files.reading import named, unreadable, validated
 from autopart.ir.errors import CheckpointError
 
 AGAIN = "use another checkpoint, or copy this one again from where it is whole"
@@ -35,9 +35,9 @@ class Written:
 
 def hashed(path: Path) -> Written:
     """Return the size and the hash of a file.  Raises OSError."""
-    with open_regular(path) as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return Written(os.fstat(file.fileno()).st_size, digest)
+    with storage_of(path).open(path) as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+        return Written(file.seek(0, os.SEEK_END), digest)
 
 
 def unreadable_file(path: Path, error: Exception) -> CheckpointError:
@@ -142,13 +142,13 @@ def write_document(folder: Path, document: Document) -> None:
     text = json.dumps({**values, OWN_HASH: hash_of(values)}, indent=1, allow_nan=False)
     with named(folder / NAME, CheckpointError, "save less in `extra`"):
         parse_json(text)
-    write_whole(folder / NAME, text + "\n")
+    write(folder / NAME, text + "\n")
 
 
 def read_document(folder: Path) -> Document:
     """Read and validate `checkpoint.json` of a checkpoint's folder.  Raises CheckpointError."""
     with named(folder / NAME, CheckpointError, AGAIN):
-        text = read_text(folder / NAME)
+        text = read(folder / NAME)
         found = parse_json(text)
         if isinstance(found, dict) and found.get("version") != VERSION:
             raise unreadable(
@@ -158,13 +158,18 @@ def read_document(folder: Path) -> Document:
             )
         if isinstance(found, dict) and found.pop(OWN_HASH, None) != hash_of(found):
             raise unreadable("was changed since it was written", why="its values have another SHA-256 than it says")
-        document = validated("is not a checkpoint", _ADAPTER.validate_json, json.dumps(found))
+        document = document_from(found)
         for name, written in document.files.items():
             if not plain_name(name) or name == NAME or len(written.sha256) != 64:
                 raise unreadable("is not a checkpoint", where=f"files.{name}", why="not the name and hash of a file")
         if document.step < 0 or document.world < 1:
             raise unreadable("is not a checkpoint", where="step, world", why="a number is negative")
         return document
+
+
+def document_from(values: Any) -> Document:
+    """Return the document with these values.  Raises `unreadable`."""
+    return validated("is not a checkpoint", _ADAPTER.validate_json, json.dumps(values))
 
 
 def hash_of(values: Mapping[str, Any]) -> str:
@@ -192,8 +197,8 @@ def require_unchanged(folder: Path, files: Mapping[str, Written]) -> None:
 def _problem(folder: Path, name: str, written: Written) -> CheckpointError | None:
     path = folder / name
     try:
-        size = path.stat().st_size
-        if size == written.size_bytes and hashed(path) == written:
+        size = storage_of(path).size(path)
+        if size in (None, written.size_bytes) and hashed(path) == written:
             return None
     except OSError as error:
         return unreadable_file(path, error)

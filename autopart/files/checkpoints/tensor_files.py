@@ -15,17 +15,19 @@ import os
 import queue
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from io import BufferedWriter
 from pathlib import Path
-from typing import Any
+from tempfile import NamedTemporaryFile
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from autopart.files.checkpoints.document import AGAIN, Document, Written, plain_name, require_unchanged, unreadable_file
+from autopart.files.checkpoints.storage import FOLDERS, is_file, read, storage_of
 from autopart.files.documents import parse_json
-from autopart.files.reading import named, open_regular, read_text, unreadable
+from autopart.files.reading import named, unreadable
 from autopart.ir.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -36,19 +38,39 @@ _PIECE = 8 << 20
 """Bytes that are written and hashed at a time."""
 _FLUSHED = 64 << 20
 """Bytes after which the disk begins to write, while later ones are hashed; else all of it would wait for the end."""
+_LONGEST_HEAD = 100 << 20
+"""Bytes of a header that are read, as the library does."""
 _AHEAD = 16
 """Pieces by which the writing may be ahead of the hashing; copies of tensors on other devices live until then."""
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> Written:
+class Unread(Protocol):
+    """A tensor that lies elsewhere, and is read when it is written."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def read(self) -> torch.Tensor:
+        """Return the tensor, in host memory.  Raises CheckpointError."""
+
+
+def bytes_of(tensor: torch.Tensor | Unread) -> int:
+    """Return the bytes of a tensor's numbers."""
+    return math.prod(tensor.shape) * tensor.dtype.itemsize
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor | Unread]) -> Written:
     """Write a new file of tensors and wait until it is on the disk; returns its size and hash.
 
     A tensor that is contiguous in host memory is not copied, and the file is not read again: another thread hashes the
     bytes while they are written.  Tensors may share memory; each is written by itself, the largest dtypes first, so
     that all are aligned.  Raises OSError, and CheckpointError for a dtype that the format lacks.
     """
-    ordered = sorted(tensors.items(), key=lambda each: (-each[1].element_size(), each[0]))
-    digest, flushed = hashlib.sha256(), 0
+    ordered = sorted(tensors.items(), key=lambda each: (-each[1].dtype.itemsize, each[0]))
+    digest, storage, size, flushed = hashlib.sha256(), storage_of(path), 0, 0
     pieces: queue.Queue[memoryview | None] = queue.Queue(_AHEAD)
 
     def hash_pieces() -> None:
@@ -59,42 +81,40 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> Written:
     hasher = threading.Thread(target=hash_pieces, name="autopart-hasher")
     hasher.start()
     try:
-        with open(path, "wb") as file:
-            for piece in itertools.chain([memoryview(_header(ordered))], *(_bytes_of(tensor) for _, tensor in ordered)):
+        with storage.create(path) as file:
+            for piece in itertools.chain(
+                [memoryview(_header(ordered))], *(_pieces_of(tensor) for _, tensor in ordered)
+            ):
                 pieces.put(piece)
                 file.write(piece)
-                if file.tell() - flushed >= _FLUSHED:
-                    _flush(file)
-                    flushed = file.tell()
-            _flush(file)
-            size = file.tell()
+                size += len(piece)
+                if size - flushed >= _FLUSHED:
+                    storage.sync(file)
+                    flushed = size
+            storage.sync(file)
     finally:
         pieces.put(None)
         hasher.join()
     return Written(size, digest.hexdigest())
 
 
-def _flush(file: BufferedWriter) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _header(ordered: Sequence[tuple[str, torch.Tensor]]) -> bytes:
+def _header(ordered: Sequence[tuple[str, torch.Tensor | Unread]]) -> bytes:
     """Return the head of a file with these tensors: its length, and JSON padded to a multiple of 8 bytes."""
     head: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in ordered:
         if tensor.dtype not in _NAMES:
             raise CheckpointError(f"{name} cannot be saved", why=f"safetensors files hold no {tensor.dtype}")
-        begin, end = end, end + tensor.numel() * tensor.element_size()
+        begin, end = end, end + bytes_of(tensor)
         head[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(head, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
-def _bytes_of(tensor: torch.Tensor) -> Iterator[memoryview]:
+def _pieces_of(given: torch.Tensor | Unread) -> Iterator[memoryview]:
     """Yield the bytes of a tensor in pieces, without a copy if it is contiguous in host memory."""
+    tensor = given if isinstance(given, torch.Tensor) else given.read()
     own = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     if own.numel():
         whole = memoryview(own.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
@@ -112,7 +132,9 @@ class StoredTensor:
     offset: int
 
     def mapped(self) -> torch.Tensor:
-        """Return the tensor, whose numbers are read from the file where they are used.  Raises CheckpointError."""
+        """Return the tensor, whose numbers are read from a local file where they are used.  Raises CheckpointError."""
+        if storage_of(self.file) is not FOLDERS:
+            return self.read()
         try:
             size = self.file.stat().st_size
             every = torch.from_file(str(self.file), shared=False, size=size, dtype=torch.uint8)
@@ -121,6 +143,12 @@ class StoredTensor:
         end = self.offset + math.prod(self.shape) * self.dtype.itemsize
         return every[self.offset : end].view(self.dtype).view(self.shape)
 
+    def read(self) -> torch.Tensor:
+        """Return the tensor, in host memory of its own.  Raises CheckpointError."""
+        tensor = torch.empty(self.shape, dtype=self.dtype)
+        self.read_into(tensor)
+        return tensor
+
     def read_into(self, target: torch.Tensor) -> None:
         """Read the numbers into a contiguous tensor of this shape in host memory, converted to its dtype.
 
@@ -128,13 +156,13 @@ class StoredTensor:
         flat = target.detach().reshape(-1)
         step = flat.numel() if self.dtype == target.dtype else _PIECE // self.dtype.itemsize
         try:
-            with open_regular(self.file) as file:
+            with storage_of(self.file).open(self.file) as file:
                 file.seek(self.offset)
                 for first in range(0, flat.numel(), step or 1):
                     part = flat[first : first + step]
                     piece = part if self.dtype == target.dtype else torch.empty(part.shape, dtype=self.dtype)
                     memory = memoryview(piece.view(torch.uint8).numpy())  # type: ignore[arg-type]
-                    if file.readinto(memory) < len(memory):
+                    if file.readinto(memory) < len(memory):  # type: ignore[attr-defined]
                         raise OSError("the file ends before the tensor does")
                     if piece is not part:
                         part.copy_(piece)
@@ -168,9 +196,7 @@ class TensorFiles:
         stored = self.by_name.get(name)
         if stored is None:
             raise CheckpointError(f"tensor {name} is missing", fix=AGAIN)
-        tensor = torch.empty(stored.shape, dtype=stored.dtype)
-        stored.read_into(tensor)
-        return tensor
+        return stored.read()
 
 
 def open_tensors(path: str | os.PathLike[str]) -> TensorFiles:
@@ -178,12 +204,12 @@ def open_tensors(path: str | os.PathLike[str]) -> TensorFiles:
 
     Raises CheckpointError if there are none, and for what `TensorFiles` refuses."""
     place = Path(path)
-    if place.is_file():
+    if is_file(place):
         return TensorFiles([place])
-    if (place / INDEX).is_file():
+    if is_file(place / INDEX):
         index = read_index(place / INDEX)
         return TensorFiles([place / name for name in sorted(set(index.values()))], index)
-    files = sorted(place.glob("*.safetensors"))
+    files = sorted(place / name for name in storage_of(place).names(place) if name.endswith(".safetensors"))
     if not files:
         raise CheckpointError(
             f"{place} holds no weights",
@@ -196,7 +222,7 @@ def open_tensors(path: str | os.PathLike[str]) -> TensorFiles:
 def read_index(path: Path) -> dict[str, str]:
     """Return the file name of each tensor as an index says.  Raises CheckpointError, also for a name with a folder."""
     with named(path, CheckpointError, AGAIN):
-        found = parse_json(read_text(path))
+        found = parse_json(read(path))
         files = found.get("weight_map") if isinstance(found, dict) else None
         if not isinstance(files, dict) or not files:
             raise unreadable("is not an index of tensors", why="it has no weight_map")
@@ -208,10 +234,20 @@ def read_index(path: Path) -> dict[str, str]:
 
 def _stored(path: Path) -> Iterator[tuple[str, StoredTensor]]:
     """Yield what a file says of its tensors, by name, after the library has checked that against its size."""
+    storage = storage_of(path)
     try:
-        with open_regular(path) as file, safe_open(path, framework="np"):  # the library alone would wait for a pipe
-            size = int.from_bytes(file.read(8), "little")
-            head = json.loads(file.read(size))
+        with storage.open(path) as file, ExitStack() as stack:
+            size = int.from_bytes(first := file.read(8), "little")
+            checked = path
+            if storage is not FOLDERS:  # the library reads local files: give it one of that size, with the head alone
+                copy = stack.enter_context(NamedTemporaryFile())
+                copy.write(first + file.read(min(size, _LONGEST_HEAD)))
+                copy.truncate(storage.size(path))
+                copy.flush()
+                file.seek(8)
+                checked = Path(copy.name)
+            with safe_open(checked, framework="np"):  # the library alone would wait for a pipe
+                head = json.loads(file.read(size))
     except (SafetensorError, OSError, RuntimeError, MemoryError) as error:
         raise unreadable_file(path, error) from error
     for name, each in sorted(head.items()):

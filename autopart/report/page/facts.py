@@ -93,7 +93,7 @@ def tiles(plan: Plan, measured: Timeline | None) -> list[tuple[str, Cell, str]]:
         bound = outlook.optimality
         remark = "one optimizer step" if bound is None else "proved best"
         if bound is not None and not bound.proved:
-            remark = f"no plan takes less than {duration_text(bound.lower_bound)}"
+            remark = f"lower bound {duration_text(bound.lower_bound)}"
         found.append(("simulated step", duration(plan.step_ns), remark))
     if measured is not None:
         ns, said = measured.step_ns, plan.step_without_optimizer_ns

@@ -34,7 +34,15 @@ from autopart.passes.program.routing import Tied, edges, tied
 from autopart.passes.program.schedules import find
 from autopart.passes.search.evaluation import Candidate, Evaluation, Search, staged
 from autopart.passes.search.recomputation import Choice, recomputed_jointly
-from autopart.passes.search.refinement import actions_of, even_bounds, levelled, shortest_bounds, with_even_cuts
+from autopart.passes.search.refinement import (
+    actions_of,
+    even_bounds,
+    levelled,
+    refined,
+    shortest_bounds,
+    speeds_of,
+    with_even_cuts,
+)
 from autopart.passes.search.space import ORDERS, PER_RANK, PlanRequest, SearchSpace, blocks_of, is_other
 from autopart.passes.simulation.estimate import work_of
 from autopart.passes.simulation.simulate import Work
@@ -53,6 +61,9 @@ PER_STAGE, MOST_BLOCKS = 8, 1024
 differ by more than the bubble that is saved (GPT-3 on 48 ranks with 4 blocks a stage: by 15 %)."""
 LITTLE = 0.03
 """A plan of which less is idle is not tried under other orders, where the planner may choose."""
+
+NEAR = 1.04
+"""How far above the preferred plan the best one under another order may be to be refined."""
 
 HELD = (1.0, 0.6, 0.35)
 """Micro-batches that a rank holds, as parts of what it holds under 1F1B, for which recomputation is chosen."""
@@ -147,6 +158,25 @@ def evaluate_searched(search: Search, effort: int) -> None:
         search.tell("searched orders")
 
 
+def refine_ordered(search: Search, effort: int) -> None:
+    """Move cuts, devices and rows of the best plan under another order, where it comes close to the preferred one.
+
+    A searched order stays while cuts move, and is searched anew for those that were found.  effort: simulated actions.
+    """
+    ordered = [e for e in search.fitting.values() if e.candidate.other_order]
+    best = min(ordered, key=lambda e: e.preference, default=None)
+    preferred = min([e.preference for e in search.fitting.values()], default=0.0)
+    if best is None or (search.asked.request.is_free and best.preference > NEAR * preferred):
+        return
+    near = refined(search, best, effort)
+    search.tell("refine other orders")
+    if near.candidate.order and near is not best:
+        plan = replace(near.candidate, order=(), recompute=())
+        for way in listed_ways(near.space, plan, near.decision.zero, near.step_ns)[:1]:
+            search.evaluate(near.space, with_order(near.space, plan, way, MOVES))
+        search.tell("searched orders")
+
+
 def _to_beat(search: Search, fine: SearchSpace, candidate: Candidate) -> float:
     """Return the step that a plan under another order has to stay below to be compared: infinite where an order is
     asked for, or where comparing is quick."""
@@ -183,13 +213,31 @@ def _under(way: Way, found: Evaluation, fine: SearchSpace) -> Iterator[Candidate
         yield from (plan,) if even is None else (plan, even)
         return
     stages, rows = plan.stages, max(plan.micro_rows)
-    if stages > fine.chain.n or len(set(plan.widths)) > 1:
+    if stages > fine.chain.n:
         return
     homes = placed(way.placement, stages, len(plan.widths))
-    cuts = [even_bounds(fine, rows, (1,) * stages), shortest_bounds(fine, rows, stages)]
-    allowed = [bounds for bounds in cuts if bounds is not None and fine.allows(bounds)]
-    for bounds in dict.fromkeys(levelled(fine, rows, bounds, homes) for bounds in allowed):
-        yield replace(plan, bounds=bounds)
+    for each in _by_speed(plan, fine):
+        speeds = speeds_of(fine, each)
+        own = [speeds[home] for home in homes]
+        cuts = [even_bounds(fine, rows, own), shortest_bounds(fine, rows, own)]
+        allowed = [bounds for bounds in cuts if bounds is not None and fine.allows(bounds)]
+        for bounds in dict.fromkeys(levelled(fine, rows, bounds, homes, speeds) for bounds in allowed):
+            yield replace(each, bounds=bounds)
+
+
+def _by_speed(plan: Candidate, space: SearchSpace) -> Iterator[Candidate]:
+    """Yield the plan, and where positions of one pipeline are unlike also with the fastest first, and last."""
+    yield plan
+    speeds, starts = speeds_of(space, plan), [*accumulate(plan.widths, initial=plan.first)]
+    if plan.layout.pipeline_replicas > 1 or len(set(space.costs.cluster.devices)) == 1:
+        return
+    for way in (-1, 1):
+        places = sorted(range(len(speeds)), key=lambda place: way * speeds[place])
+        ranks = [rank for place in places for rank in plan.layout.order[starts[place] : starts[place + 1]]]
+        others = [rank for rank in plan.layout.order if rank not in ranks]
+        layout = replace(plan.layout, order=tuple(others[: plan.first] + ranks + others[plan.first :]))
+        if layout != plan.layout:
+            yield replace(plan, layout=layout, widths=tuple([plan.widths[place] for place in places]))
 
 
 def _finer(space: SearchSpace, blocks: int) -> SearchSpace:

@@ -6,8 +6,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from autopart.passes.search.evaluation import Search
-from autopart.passes.search.search import evaluate_for_comparison, evaluate_layouts, refine_best
-from autopart.passes.search.variants.orders import evaluate_named, evaluate_searched
+from autopart.passes.search.search import (
+    evaluate_arrangements,
+    evaluate_for_comparison,
+    evaluate_layouts,
+    refine_best,
+)
+from autopart.passes.search.variants.orders import evaluate_named, evaluate_searched, refine_ordered
 from autopart.passes.search.variants.slicing import evaluate_slices
 
 
@@ -29,9 +34,11 @@ class Variant(NamedTuple):
 
 VARIANTS = (
     Variant("schedules and layouts, even and equal stages", evaluate_layouts, 250_000),
+    Variant("unlike devices in other orders", evaluate_arrangements, 100_000),
     Variant("a stage fewer and more, and no replicas", evaluate_for_comparison, 3),
     Variant("moved cuts, devices and rows", refine_best, 250_000),
     Variant("slices of sequences", evaluate_slices, 1_500_000, leaves_family=True),
     Variant("split backwards, several stages a rank", evaluate_named, 300_000, leaves_family=True),
     Variant("searched orders", evaluate_searched, 150_000, leaves_family=True),
+    Variant("moved cuts under the best other order", refine_ordered, 100_000, leaves_family=True),
 )

@@ -170,6 +170,15 @@ def test_alternatives_say_what_speaks_against_them() -> None:
     plan = build(p.source, p.cluster, p.request)
     assert all(a.name and a.why for a in plan.outlook.alternatives)
     assert all(a.step_ns >= plan.step_ns or not a.step_ns for a in plan.outlook.alternatives)
+    for wish, shown in (
+        ({"stages": 2}, "stages=2"),
+        ({"pins": {"m.5": 1}}, "pins="),
+        ({"cuts": ("m.2",)}, "cuts=['m.2']"),
+    ):
+        asked = Problem(g, cluster(3), PlanRequest(((6,), (1,) * 6), **wish))  # type: ignore[arg-type]
+        plan = build(asked.source, asked.cluster, asked.request)
+        faster = [a.why for a in plan.outlook.alternatives if 0 < a.step_ns < plan.step_ns]
+        assert faster and all(f"you asked for {shown}" in why for why in faster), plan.outlook.alternatives
 
 
 @pytest.mark.parametrize(

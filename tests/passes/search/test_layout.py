@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from support.oracles.planner_oracle import FASTEST
 
 from autopart.ir.cluster import Cluster, Device, Level, Link
-from autopart.passes.search.layout import SMALL, Layout, layouts
+from autopart.passes.search.layout import SMALL, Layout, layouts, pools_of
 
 WORSE, BETTER = Link(9, 10**8), Link(0, 10**10)
 
@@ -104,3 +104,26 @@ def test_unlike_devices_are_laid_out_in_every_order_that_differs() -> None:
 def test_where_the_link_between_nodes_is_the_better_one_neighbours_are_also_put_in_different_nodes() -> None:
     orders = {lay.order for lay in layouts(nodes(2, 4, between=BETTER), replicas=True)}
     assert orders == {tuple(range(8)), (0, 4, 1, 5, 2, 6, 3, 7)}
+
+
+@given(st.lists(st.integers(1, 3), min_size=4, max_size=8), st.data())
+def test_stages_take_devices_of_each_kind_in_any_order_and_none_twice(kinds: list[int], data: st.DataObject) -> None:
+    c = nodes(1, len(kinds), kinds=tuple(kinds))
+    pools = pools_of(c, replicas=True)
+    if pools is None:
+        assert len(set(kinds)) == 1
+        return
+    left, used, stages = pools.counts, (0,) * len(pools.counts), []
+    while any(left) and (not stages or data.draw(st.booleans())):
+        taken = data.draw(st.sampled_from([w for w in pools.widths if all(map(int.__le__, w, left))]))
+        left, used = tuple(map(int.__sub__, left, taken)), tuple(map(int.__add__, used, taken))
+        stages.append((taken, pools.stage(used, taken)[0]))
+    stages.reverse()
+    layout = pools.laid_out([taken for taken, _ in stages])
+    assert sorted(layout.order) == list(range(c.world))
+    start = sum(left)
+    for taken, ranks in stages:
+        own = layout.ranks(start, sum(taken))
+        assert sorted(own) == sorted(ranks) and own == tuple(sorted(own, key=own.index))
+        assert tuple(sum(c.devices[r] == c.devices[pool[0]] for r in own) for pool in pools.kinds) == taken
+        start += sum(taken)

@@ -90,9 +90,9 @@ def test_stages_of_one_rank_share_its_memory() -> None:
     free = plan_of(g, cluster(2), micros=4, schedule="interleaved", stages=4, replicas=1)
     pairs = list(zip(free.estimates, free.stages, strict=True))
     needed = [sum(e.peak_bytes for e, stage in pairs if rank in stage.ranks) for rank in (0, 1)]
-    tight = int(0.9 * max(needed))
+    tight = int(0.45 * sum(needed))  # no cuts fit without recomputation
     plan = proven(plan_of(g, cluster(2, memory=tight), micros=4, schedule="interleaved", stages=4, replicas=1), g)
-    assert any(stage.recompute for stage in plan.stages) or max(needed) <= tight
+    assert any(stage.recompute for stage in plan.stages)
     assert plan.step_ns >= free.step_ns
 
 

@@ -10,7 +10,16 @@ import numpy as np
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from autopart.passes.search.partition import INFEASIBLE, Partition, Table, TableOf, by_length, solve_partition
+from autopart.passes.search.partition import (
+    INFEASIBLE,
+    Partition,
+    Table,
+    TableOf,
+    Taken,
+    by_length,
+    solve_partition,
+    solve_pools,
+)
 
 
 def tables(seed: int, n: int, far: float) -> TableOf:
@@ -78,6 +87,36 @@ def check_partitions(n: int, depth: int, widths: tuple[int, ...], most: int, tab
 def test_no_division_is_better(seed: int, n: int, depth: int, widths: tuple[int, ...], most: int, far: float) -> None:
     found = check_partitions(n, depth, widths, most, tables(seed, n, far))
     event("some" if found else "none")
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 2**32), st.integers(1, 4), st.tuples(st.integers(1, 3), st.integers(0, 2)), st.booleans())
+def test_no_division_of_unlike_devices_is_better_in_any_order(seed: int, n: int, counts: Taken, wide: bool) -> None:
+    """Every sequence of stages that take some devices of each of two kinds, against the one that is found."""
+    every_width = [
+        (a, b) for a, b in product(range(counts[0] + 1), range(counts[1] + 1)) if a + b and (wide or a + b < 2)
+    ]
+    plain = tables(seed, n, 0.1)
+
+    def table_of(k: int, width: Taken, used: Taken) -> Table | None:
+        return plain(k, 10 * width[0] + width[1], 10 * used[0] + used[1])
+
+    best: dict[tuple[int, Taken], int] = {}
+    for stages in range(1, n + 1):
+        for taken in product(every_width, repeat=stages):
+            used = tuple(map(sum, zip(*taken, strict=True)))
+            if any(u > c for u, c in zip(used, counts, strict=True)):
+                continue
+            flat = [10 * a + b for a, b in taken]
+            for inner in combinations(range(1, n), stages - 1):
+                found = value((0, *inner, n), tuple(flat), plain)
+                best[stages, used] = min(found, best.get((stages, used), INFEASIBLE))
+    cuts = solve_pools(n, counts, every_width, n, table_of, idle=[(0, 0)])
+    known = {(len(cut.taken), cut.used): cut.latency_ns for cut in cuts}
+    assert known == {way: least for way, least in best.items() if least < INFEASIBLE}
+    for cut in cuts:
+        assert value(cut.bounds, tuple([10 * a + b for a, b in cut.taken]), plain) == cut.latency_ns
+        assert cut.used == tuple(map(sum, zip(*cut.taken, strict=True)))
 
 
 def chain(times: list[int], micros: int, arriving: list[int]) -> TableOf:

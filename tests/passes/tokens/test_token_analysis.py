@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from support.grids import sampled
-from support.models.token_models import (
+from support.models.tokens.token_models import (
     CAUSAL,
     LEAKS,
     LOSS_LEAKS,
@@ -23,7 +23,7 @@ from support.models.token_models import (
     dropped_weights,
     token_batch,
 )
-from support.models.unusual_token_models import (
+from support.models.tokens.unusual_token_models import (
     CAUSAL_REFUSED,
     EXACT,
     UNUSUAL_LEAKS,

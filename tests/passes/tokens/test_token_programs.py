@@ -8,8 +8,8 @@ from random import Random
 
 import pytest
 import torch
-from support.models.token_models import CAUSAL, LEAKS, VOCAB, WIDTH, Model, _heads, _joined
-from support.models.unusual_token_models import EXACT, UNUSUAL_LEAKS, UNUSUAL_MASKED_LEAKS
+from support.models.tokens.token_models import CAUSAL, LEAKS, VOCAB, WIDTH, Model, _heads, _joined
+from support.models.tokens.unusual_token_models import EXACT, UNUSUAL_LEAKS, UNUSUAL_MASKED_LEAKS
 from support.oracles.sliced import analysed, future_shows, inputs_of, judged, run_sliced, unsliced, worst_error
 from torch.nn import functional as F
 

@@ -24,12 +24,12 @@ from autopart.passes.program.orders import placed
 from autopart.passes.program.schedules import register
 from autopart.passes.program.verify import check_program
 from autopart.pipe.pipe import Pipe
+from support.extending.own_orders import OWN, drawn_order, registered
 from support.jobs.step_jobs import EVERY, compiled
-from support.languages.own_orders import OWN, drawn_order, registered
 from support.languages.setups import DRAWN, Setup
-from support.models.decoder import Shape, decoder
 from support.models.random_models import OPS, RANDOM_OPS, Random, batch_of
 from support.models.small_models import Small
+from support.models.tokens.decoder import Shape, decoder
 
 Tensors = dict[str, torch.Tensor]
 NAMES = sorted(set(OPS) - set(RANDOM_OPS) - {"norm"})

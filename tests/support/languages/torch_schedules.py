@@ -14,7 +14,7 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 import autopart
 from autopart.ir.actions import COMPUTE
-from support.languages import own_interleaving
+from support.extending import own_interleaving
 
 SINGLE = ("ScheduleGPipe", "Schedule1F1B")
 LOOPED = ("ScheduleLoopedBFS", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble")

@@ -58,12 +58,12 @@ HABITS = (
     ),
     Habit(
         "a custom autograd.Function is applied, whose backward torch.export drops: an op with its own backward",
-        test="capture/test_custom_functions.py::test_the_gradients_of_its_own_backward_are_kept_in_stages",
+        test="capture/trace/test_custom_functions.py::test_the_gradients_of_its_own_backward_are_kept_in_stages",
         patches={"torch.autograd.Function.apply": custom_functions.apply},
     ),
     Habit(
         "torch.utils.checkpoint: its ops are a group to recompute; the reentrant kind is ignored with a warning",
-        test="capture/test_checkpointing.py::test_each_call_is_a_group_and_the_outer_one_counts",
+        test="capture/trace/test_checkpointing.py::test_each_call_is_a_group_and_the_outer_one_counts",
         patches={
             "torch.utils.checkpoint.CheckpointFunction.apply": checkpointing.run_reentrant,
             "torch.utils.checkpoint._checkpoint_without_reentrant_generator": checkpointing.mark,
@@ -71,7 +71,7 @@ HABITS = (
     ),
     Habit(
         "inference mode is entered: traced as no_grad; backward() and gradient hooks on tensors: refused",
-        test="test_bad_input.py::test_a_model_that_cannot_be_exact_is_refused_with_the_reason",
+        test="users/test_bad_input.py::test_a_model_that_cannot_be_exact_is_refused_with_the_reason",
         patches={
             "torch.inference_mode.__enter__": calls.enter_no_grad,
             "torch.inference_mode.__exit__": calls.leave_no_grad,
@@ -83,7 +83,7 @@ HABITS = (
     Habit(
         "modules are converted to what they are, torch.distributions check arguments, which can only raise (where they "
         "would have stopped at a NaN, the loss is NaN), masks are tested for being causal: skipped",
-        test="capture/test_no_effect.py::"
+        test="capture/trace/test_no_effect.py::"
         "test_a_conversion_to_what_it_is_and_checks_of_distributions_leave_the_program_alone",
         patches={
             "torch.nn.Module._apply": calls.convert_module,
@@ -98,12 +98,12 @@ HABITS = (
     ),
     Habit(
         "a mask is sliced to the length that it has: recorded like a slice of a longer one",
-        test="session/test_token_slices.py::test_a_mask_buffer_of_just_the_sequence_length_is_sliced_exactly",
+        test="session/stagecode/test_token_slices.py::test_a_mask_buffer_of_just_the_sequence_length_is_sliced_exactly",
         around=all_sizes.KeptSlices,
     ),
     Habit(
         "questions about the numbers of the batch: answered",
-        test="capture/test_questions.py::test_what_is_asked_of_the_batch_is_exact_for_every_batch",
+        test="capture/python/test_questions.py::test_what_is_asked_of_the_batch_is_exact_for_every_batch",
         patches={
             "torch.fx.experimental.proxy_tensor.proxy_call": host_reads.proxy_call,
             "torch._subclasses.fake_tensor.FakeTensor.tolist": host_reads.tolist,

@@ -1,0 +1,175 @@
+"""Ranks that divide the weights and the work of a stage train like one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.models.zoo import CASES
+from support.workers import Workers
+from torch import nn
+
+import autopart
+from autopart.files.plans import diff_plans, plan_from_json, plan_to_json
+
+EXACT = 1e-10
+
+
+class Gpt(nn.Module):
+    """Two blocks with one product for queries, keys and values, written by hand; its logits are those of its words."""
+
+    def __init__(self, width: int = 16, heads: int = 4, words: int = 24) -> None:
+        super().__init__()
+        self.heads = heads
+        self.words = nn.Embedding(words, width)
+        self.places = nn.Parameter(torch.randn(8, width))
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(4))
+        self.qkv = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(2))
+        self.out = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+        self.up = nn.ModuleList(nn.Linear(width, 32) for _ in range(2))
+        self.down = nn.ModuleList(nn.Linear(32, width) for _ in range(2))
+        self.head = nn.Linear(width, words, bias=False)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.words(ids) + self.places
+        rows, tokens, width = x.shape
+        for n in range(2):
+            parts = self.qkv[n](self.norms[2 * n](x)).view(rows, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+            q, k, v = parts.unbind(0)
+            scores = (q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5).softmax(-1)
+            x = x + self.out[n]((scores @ v).transpose(1, 2).reshape(rows, tokens, width))
+            x = x + self.down[n](nn.functional.gelu(self.up[n](self.norms[2 * n + 1](x))))
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten(), ignore_index=-1)
+
+
+def gpt() -> nn.Module:
+    torch.manual_seed(0)
+    return Gpt().double()
+
+
+def batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    made = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, 24, (8, 8), generator=made)
+    labels = ids.roll(-1, 1)
+    labels[:3, 2:] = -1
+    return ids, labels
+
+
+def options(world: int, **given: Any) -> dict[str, Any]:
+    return {"cluster": f"cpu:{world}", "sample": batch(0), "costs": "analytic", "micro_batches": 2, **given}
+
+
+def trained(world: int, given: dict[str, Any]) -> dict[str, Any]:
+    """Train a few steps, and return what was found."""
+    torch.set_num_threads(1)
+    with autopart.compile(gpt(), **options(world, **given)) as pipe:
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
+        found = []
+        for seed in (1, 2):
+            optimizer.zero_grad()
+            loss = pipe.step(*batch(seed))
+            norm = pipe.clip_grad_norm_(0.1)
+            found.append((float(loss), float(norm), pipe.gradients()))
+            optimizer.step()
+        with pytest.raises(autopart.UsageError, match="Adafactor may look at whole tensors, and this"):
+            torch.optim.Adafactor(pipe.parameters()).step()
+        own = {name: tuple(p.shape) for name, p in pipe.named_parameters()}
+        state = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
+        with pytest.raises(autopart.RefusedError, match="is held in pieces, and would be used by a rank without"):
+            pipe.eval_loss(*batch(3))
+        return {"steps": found, "own": own, "state": state, "plan": pipe.plan}
+
+
+def plain() -> tuple[list[Any], nn.Module]:
+    model = gpt()
+    optimizer, found = torch.optim.AdamW(model.parameters(), lr=0.01), []
+    for seed in (1, 2):
+        optimizer.zero_grad()
+        loss = model(*batch(seed))
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        found.append((loss.item(), norm.item(), {name: p.grad.clone() for name, p in model.named_parameters()}))
+        optimizer.step()
+    return found, model
+
+
+def require_like_one_process(results: list[dict[str, Any]]) -> None:
+    expected, model = plain()
+    for result in results:
+        for (loss, norm, gradients), (other, other_norm, reference) in zip(result["steps"], expected, strict=True):
+            assert (loss, norm) == pytest.approx((other, other_norm), rel=EXACT)
+            for name, gradient in reference.items():
+                torch.testing.assert_close(gradients[name], gradient, rtol=EXACT, atol=1e-13)
+        for name, tensor in model.state_dict().items():
+            torch.testing.assert_close(result["state"][name], tensor, rtol=1e-8, atol=1e-10)
+
+
+def test_two_ranks_of_a_stage_train_like_one_process(pair: Workers) -> None:
+    results = pair.run(trained, 2, {"tensor_parallel": 2, "stages": 1})
+    require_like_one_process(results)
+    own = results[0]["own"]
+    assert own["qkv.0.weight"] == (24, 16) and own["out.0.weight"] == (16, 8) and own["words.weight"] == (12, 16)
+    assert own["norms.0.weight"] == (16,)
+    plan = results[0]["plan"]
+    assert plan.decision.shards == 2 and plan.stages[0].ranks == (0, 1)
+    assert plan_from_json(plan_to_json(plan)).decision == plan.decision
+    assert "divided among 2 ranks (tensor parallelism)" in plan.explain()
+
+
+def test_two_stages_of_two_ranks_train_like_one_process(workers: Workers) -> None:
+    results = workers.run(trained, 4, {"tensor_parallel": 2, "stages": 2})
+    require_like_one_process(results)
+    plan = results[0]["plan"]
+    assert [stage.ranks for stage in plan.stages] == [(0, 1), (2, 3)]
+    alone = autopart.plan(gpt(), **options(4, stages=2))
+    assert "stage 0 ranks" in diff_plans(plan, alone)
+
+
+def verified(name: str, world: int, given: dict[str, Any]) -> Any:
+    torch.set_num_threads(1)
+    case = CASES[name]
+    sample = case.data(4, torch.float64)
+    found = autopart.verify(case.model(dtype=torch.float64), f"cpu:{world}", sample=sample, costs="analytic", **given)
+    return found.ok, found.loss_error, found.largest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "vit", "qwen3", "mixtral"])
+def test_models_are_verified_on_two_and_four_ranks(name: str, pair: Workers, workers: Workers) -> None:
+    exact = CASES[name].double
+    for pool, given in (
+        (pair, {"stages": 1, "micro_batches": 2}),
+        (workers, {"stages": 2, "micro_batches": 2, "cuts": ()}),
+    ):
+        ok, loss, largest = pool.run(verified, name, pool.world, {"tensor_parallel": 2, **given})[0]
+        assert ok and max(loss, largest) < (EXACT if exact else 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ({"replicas": 2}, "replicas"),
+        ({"token_slices": 2}, "slices of sequences"),
+        ({"zero": 1}, "shared optimizer state"),
+        ({"backend": "inductor"}, "compiled stages"),
+        ({"recompute": "all"}, "recompute="),
+        ({"schedule": "pipedream"}, "pipedream"),
+        ({"precision": "bf16"}, "precision bf16"),
+        ({"master_weights": True}, "master weights"),
+    ],
+)
+def test_what_does_not_run_with_tensor_parallelism_is_refused_by_name(given: dict[str, Any], what: str) -> None:
+    with pytest.raises(autopart.RefusedError, match=f"does not run with {what}.* yet"):
+        autopart.plan(gpt(), **options(4, tensor_parallel=2, **given))
+
+
+def test_groups_lie_inside_of_the_innermost_level() -> None:
+    with pytest.raises(autopart.UsageError, match="tensor_parallel is 2, and the innermost level"):
+        autopart.plan(gpt(), **options(3, tensor_parallel=2))
+
+
+def test_dropout_is_refused_by_module() -> None:
+    model = CASES["gpt2"].model(dropout=0.1)
+    with pytest.raises(autopart.RefusedError, match=r"dropout .*|attention with dropout"):
+        autopart.plan(model, "cpu:2", sample=CASES["gpt2"].data(4), costs="analytic", tensor_parallel=2)

@@ -1,0 +1,1 @@
+"""Holds what makes and checks the documents."""

@@ -1,0 +1,1 @@
+"""Holds what a user may add from outside: ops, schedules, reports, costs, collectives."""

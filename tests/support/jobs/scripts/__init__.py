@@ -1,0 +1,1 @@
+"""Holds random training scripts and what plays them."""

@@ -1,0 +1,1 @@
+"""Holds functions that save, load and count the state of a run."""

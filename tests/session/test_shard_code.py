@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from support.extending.shards_in_process import Group, captured_at, drawn, errors
 from support.models.random_models import Random, batch_of, steps
 from support.models.zoo import CASES
-from support.oracles.shards_in_process import Group, captured_at, drawn, errors
 from torch import nn
 
 from autopart.ir.errors import PlanError, RefusedError

@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.extending.shards_in_process import captured_at
 from support.models.zoo import CASES
-from support.oracles.shards_in_process import captured_at
 
 from autopart.ir.errors import PlanError, RefusedError
 from autopart.ir.graph import Graph, Op, Param, Size, Value

@@ -81,7 +81,8 @@ class Program:
     statistics: stages whose replicas share batch statistics in every compute.  posting: for each rank its exchanges in
     the order in which it posts them; empty if the transport may post messages ahead (`passes.program.messages`).
     rhythm: of asynchronous training; nothing then happens once a step.  forward_only: stages without a backward, whose
-    optimizer does nothing.  unsummed: stages whose replicas have nothing to sum: no gradients, no new buffers.
+    optimizer does nothing.  unsummed: stages whose replicas have nothing to sum: no gradients, no new buffers.  parted:
+    tied parameters of which each rank of a shard group has a part.
     """
 
     micros: int
@@ -98,6 +99,7 @@ class Program:
     rhythm: Streaming | None = None
     forward_only: tuple[int, ...] = ()
     unsummed: tuple[int, ...] = ()
+    parted: tuple[str, ...] = ()
 
     @property
     def updates(self) -> tuple[int, ...]:
@@ -159,6 +161,12 @@ class Program:
     def ranks_of(self, stages: Iterable[int]) -> tuple[int, ...]:
         """Return the ranks that run any of these stages, ascending."""
         return tuple(sorted({rank for stage in stages for rank in self.stage_ranks[stage]}))
+
+    def tied_ranks(self, name: str, stages: Iterable[int]) -> tuple[tuple[int, ...], ...]:
+        """Return the groups of ranks that have the same of a tied parameter: all, or those with the same part."""
+        parts = self.division(0).shards if name in self.parted else 1
+        every = [[r for s in stages for r in self.stage_ranks[s][n::parts]] for n in range(parts)]
+        return tuple(tuple(sorted(set(ranks))) for ranks in every)
 
     def division(self, stage: int) -> Division:
         """Return how the ranks of a stage divide micro-batches."""

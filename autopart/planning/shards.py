@@ -38,8 +38,6 @@ def _refusals(graph: Graph, options: Options, plan: Plan | None) -> Iterator[tup
         (options.master_weights, "master weights", "use master_weights=False"),
         (options.weights is not None, "weights=", "build the model with values"),
         (options.precision not in (None, "fp32"), f"precision {options.precision}", 'use precision="fp32"'),
-        (_many_replicas(options.replicas), "replicas", "use replicas=1"),
-        (options.recompute not in ("auto", "off"), "recompute=", 'use recompute="off"'),
         (options.schedule != "auto" and not find(options.schedule).synchronous, options.schedule, 'use "1f1b"'),
     )
     yield from ((what, fix) for present, what, fix in given if present)
@@ -56,15 +54,9 @@ def _refusals(graph: Graph, options: Options, plan: Plan | None) -> Iterator[tup
             (decision.zero == 1, "shared optimizer state", "plan with zero=0"),
             (bool(decision.token_slices), "slices of sequences", "plan without token_slices"),
             (not find(decision.schedule).synchronous, f"schedule {decision.schedule}", 'plan with "1f1b"'),
-            (any(s.recompute for s in decision.stages), "recomputation", 'plan with recompute="off"'),
-            (any(len(s.ranks) > s.shards for s in decision.stages), "replicas", "plan with replicas=1"),
             (plan.provenance.precision != "fp32", f"precision {plan.provenance.precision}", "plan in fp32"),
         )
         yield from ((what, fix) for present, what, fix in planned if present)
-
-
-def _many_replicas(replicas: int | tuple[int, ...] | None) -> bool:
-    return replicas is not None and (max(replicas) if isinstance(replicas, tuple) else replicas) > 1
 
 
 def for_groups(
@@ -74,7 +66,7 @@ def for_groups(
     graph = sharded_graph(asked.graph, cluster, shards)
     other = None if twin is None else sharded_graph(twin, cluster, shards)
     groups = grouped(cluster, shards)
-    request = replace(request, replicas=1, zero=0, recompute="off", recomputed=())
+    request = replace(request, zero=0)
     model = CostModel(graph, other, device_types(groups))
     return replace(asked, graph=graph, cost_model=model), other, groups, request
 

@@ -16,7 +16,7 @@ from autopart.ir.graph import Graph
 from autopart.ir.shares import RowLayout
 from autopart.passes.shards.assignment import Assignment
 from autopart.passes.shards.calls import EXPANDS, Call, bounds_of, calls_of
-from autopart.passes.shards.choice import choose
+from autopart.passes.shards.choice import Held, choose
 from autopart.passes.shards.states import COPY, CUT_KIND, KEEP, WHOLE, State, transition
 from autopart.passes.shards.strategies import CLASSES, MEAN, ROWS, SECTION, SIZES, VOCABULARY, Strategy
 from autopart.planning.derive.reduction import Layouts
@@ -47,28 +47,28 @@ def boundary(graph: Graph, assignment: Assignment, name: str) -> State:
     return WHOLE if whole else assignment.states[name]
 
 
-def held_graph(graph: Graph, shards: int) -> Graph:
+def held_graph(graph: Graph, shards: int, held: Held) -> Graph:
     """Return the graph with the shapes of values as ranks pass them on."""
     if shards == 1:
         return graph
-    assignment = choose(graph, shards)
+    assignment = choose(graph, shards, held)
     values = [replace(v, shape=boundary(graph, assignment, v.name).local(v.shape, shards)) for v in graph.values]
     return replace(graph, values=tuple(values))
 
 
-def held_layouts(graph: Graph, shards: int, layouts: Layouts) -> dict[str | tuple[str, int], RowLayout]:
+def held_layouts(graph: Graph, shards: int, held: Held, layouts: Layouts) -> dict[str | tuple[str, int], RowLayout]:
     """Return how values that ranks pass on hold rows: a cut before the rows of an axis leaves less before each."""
     found: dict[str | tuple[str, int], RowLayout] = {}
     for name, layout in layouts.items():
         if layout is None:
             continue
-        state = boundary(graph, choose(graph, shards), name) if shards > 1 else WHOLE
+        state = boundary(graph, choose(graph, shards, held), name) if shards > 1 else WHOLE
         inside = state.kind == CUT_KIND and state.axis == layout.axis and state.before < layout.stride
         found[name] = RowLayout(layout.axis, layout.stride // shards) if inside else layout
     return found
 
 
-Held = tuple[State, bool]
+_Node = tuple[State, bool]
 """The state of a node, and whether its value may have a gradient."""
 
 
@@ -78,7 +78,7 @@ class _Shards:
         self._calls: Mapping[str, Call] = {call.op.name: call for call in calls_of(graph)}
         self._kinds = {param.name: param.kind for param in graph.params}
         self.grads = {v.name for v in graph.values if v.grad} | {p.name for p in graph.params if p.trainable}
-        self._held: dict[fx.Node, Any] = {}  # `Held`; of what makes several results, one for each
+        self._held: dict[fx.Node, Any] = {}  # `_Node`; of what makes several results, one for each
         self._read: dict[tuple[fx.Node, State], fx.Node] = {}
         self._module: fx.GraphModule
 
@@ -86,15 +86,15 @@ class _Shards:
         """Return the state in which a value comes from another stage."""
         return boundary(self._graph, self._assignment, name)
 
-    def of_parameter(self, name: str, code: StageModule) -> Held:
+    def of_parameter(self, name: str, code: StageModule) -> _Node:
         """Return the state of what a stage's code is given under this name."""
         if name in code.casts:
             return self._assignment.states[name.removeprefix("cast ")], code.casts[name][0] in self.grads
         return self._assignment.states.get(name, COPY), name in self.grads
 
     def rewrite(
-        self, module: fx.GraphModule, given: Sequence[Held], outputs: Sequence[str], updates: int
-    ) -> list[Held]:
+        self, module: fx.GraphModule, given: Sequence[_Node], outputs: Sequence[str], updates: int
+    ) -> list[_Node]:
         """Rewrite one graph, and return the states of its results.  given: of its placeholders.  outputs: names of the
         first results, which leave the stage; () for a recomputed group.  updates: number of results behind them."""
         outer, self._module = getattr(self, "_module", module), module

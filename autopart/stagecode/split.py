@@ -20,7 +20,7 @@ from autopart.ir.graph import Adjusted, Graph
 from autopart.ir.plan import Stage
 from autopart.ir.program import Edge
 from autopart.passes.ops.casts import cast_parameter
-from autopart.passes.shards.choice import choose
+from autopart.passes.shards.choice import Held, choose
 from autopart.planning.derive.reduction import Layouts
 from autopart.runtime.stages.products import are_faster
 from autopart.runtime.stages.shard_group import Members
@@ -42,6 +42,7 @@ def stage_module(
     eager: bool = True,
     deferrable: bool = False,
     members: Members | None = None,
+    held: Held = (),
 ) -> StageModule:
     """Return the code of `stage`, which runs the ops of `planned` and exchanges values along these edges.
 
@@ -49,7 +50,7 @@ def stage_module(
     eager: whether the ops run one by one: then products add the gradients of large weights themselves, and some ops are
     merged.  deferrable: whether products with small weights do so too, and in code that will be compiled: they can
     wait then, and a compiler does not see them; nor those that have a faster kernel (`stages.products`).  members:
-    ranks that compute parts of the same rows, None without.
+    ranks that compute parts of the same rows, None without.  held: what they divide.
     Raises RefusedError for a random op that replicas cannot run.  O(nodes * (1 + recomputed groups)).
     """
     graph = captured.graph
@@ -63,7 +64,7 @@ def stage_module(
         drawn=drawn,
     )  # fmt: skip
     if members is not None:
-        code = shard_code(code, graph, choose(graph, members.count), members)
+        code = shard_code(code, graph, choose(graph, members.count, held), members)
     if eager:
         code = merge_ops(code, graph.inputs)
     if eager or deferrable or are_faster():

@@ -19,6 +19,7 @@ from autopart.ir.shares import RowLayout, parts
 from autopart.passes.program.orders import Shape
 from autopart.passes.program.routing import edges
 from autopart.passes.program.schedules import find, pattern
+from autopart.passes.shards.choice import Held
 from autopart.passes.tokens.recipe import Recipe
 from autopart.planning.derive.reduction import BatchRule, Layouts
 from autopart.planning.derive.token_axis import token_recipe
@@ -51,11 +52,12 @@ class StageCode:
         *,
         backend: str = EAGER,
         members: Mapping[int, Members] = MappingProxyType({}),
+        held: Held = (),
     ) -> None:
         """awaited: parameters whose values may be under way when the code begins.  rewrites: by stage, what
         lets the code of its ranks compute together.  backend: what code for the usual number of rows runs on.
-        members: by stage, the ranks that compute parts of the same rows."""
-        self._members = members
+        members: by stage, the ranks that compute parts of the same rows.  held: the parameters that they divide."""
+        self._members, self._held = members, held
         self._captures, self._decision, self._tensors, self._device = captures, decision, tensors, device
         self._awaited, self.rewrites, self._backend = awaited, rewrites, backend
         self._split = split_stages(decision)
@@ -92,9 +94,9 @@ class StageCode:
         """
         graph = captured.graph
         recipe = self._recipe(batch, graph.rows)
-        self.specs[graph.rows] = specs_of(held_graph(graph, self._decision.shards))
+        self.specs[graph.rows] = specs_of(held_graph(graph, self._decision.shards, self._held))
         self.checks.note_copies(captured)
-        self.layouts.update(held_layouts(graph, self._decision.shards, rule.layouts))
+        self.layouts.update(held_layouts(graph, self._decision.shards, self._held, rule.layouts))
         if recipe is not None:
             self.prologue = recipe.prologue
             self.checks.add(captured, recipe, masks=0 in stages)
@@ -125,7 +127,7 @@ class StageCode:
             compiled = self._backend != EAGER and stage not in self.rewrites and captured.graph.rows in usual
             code = stage_module(
                 captured, links, stage, planned, self._device, adjusted, rule.layouts, eager=not compiled,
-                deferrable=deferrable, members=self._members.get(stage),
+                deferrable=deferrable, members=self._members.get(stage), held=self._held,
             )  # fmt: skip
             return None, (self._compiled(captured, links, stage, code) if compiled else code,)
         outputs, lengths = leaving(captured.graph, links, stage, set(planned.ops)), self._decision.token_slices

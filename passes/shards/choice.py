@@ -18,19 +18,33 @@ from autopart.ir.graph import Graph
 from autopart.passes.shards.assignment import Assignment, check
 from autopart.passes.shards.calls import Call, calls_of
 from autopart.passes.shards.factors import factors_of
-from autopart.passes.shards.facts import Facts, facts_of, require_cuts, token_digits, weight_place
+from autopart.passes.shards.facts import (
+    Facts,
+    facts_of,
+    learning_values,
+    require_cuts,
+    token_digits,
+    weight_place,
+)
 from autopart.passes.shards.states import COPY, CUT_KIND, PARTIAL_KIND, State, passes
 from autopart.passes.shards.strategies import NO_DIGIT, VOCABULARY, Strategy, uniform
 
+Held = tuple[tuple[str, State], ...]
+"""How ranks hold the parameters that they divide under a plan, by name."""
+
 
 @lru_cache(maxsize=16)
-def choose(graph: Graph, shards: int, *, sequence: bool = True) -> Assignment:
-    """Return the assignment of the plain rule, checked; cached.  sequence: whether tokens may be cut.
+def choose(graph: Graph, shards: int, held: Held | None = None, *, sequence: bool = True) -> Assignment:
+    """Return the assignment of the plain rule, checked; cached.  sequence: whether tokens may be cut.  held: what a
+    plan divides, which other graphs of its model (other rows, evaluation) follow; None to find it.
 
     Raises RefusedError (`require_cuts`).  O(axes)."""
     calls, factors = calls_of(graph), factors_of(graph)
     facts = facts_of(graph, calls, factors, shards)
-    require_cuts(calls, facts)
+    if held is None:
+        require_cuts(calls, facts)
+    else:
+        facts.hold(held, graph)
     if sequence:
         facts.tokens = token_digits(calls, facts)
     return check(_Choice(graph, facts).run(calls), graph, factors)
@@ -46,8 +60,7 @@ class _Choice:
 
     def __init__(self, graph: Graph, facts: Facts) -> None:
         self._graph, self._facts = graph, facts
-        self._grads = {v.name for v in graph.values if v.grad}
-        self._grads |= {p.name for p in graph.params if p.trainable}
+        self._grads = learning_values(graph) | {p.name for p in graph.params if p.kind == "param"}
         self._chosen: dict[str, Strategy] = {}
         self._states: dict[str, State] = dict.fromkeys((*graph.inputs, *(p.name for p in graph.params)), COPY)
         self._digits: dict[str, int] = {}
@@ -65,8 +78,9 @@ class _Choice:
         for call in reversed(waiting):
             self._take(call, self._moved(call))
         for param in self._graph.params:
-            state = self._at_rest(param.name) if param.kind == "param" else None
-            if state is not None:
+            held = self._facts.held
+            state = self._at_rest(param.name) if held is None else held.get(param.name)
+            if state is not None and param.kind == "param":
                 self._states[param.name] = state
         return Assignment(self._facts.shards, self._chosen, self._states)
 

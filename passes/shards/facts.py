@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -12,7 +12,7 @@ from autopart.ir.graph import Graph
 from autopart.passes.ops.row import MATMUL, VIEW
 from autopart.passes.shards.calls import ATTENTION, EMBEDDING, ENTROPY, Call
 from autopart.passes.shards.factors import Factors
-from autopart.passes.shards.states import CUT_KIND
+from autopart.passes.shards.states import CUT_KIND, State
 from autopart.passes.shards.strategies import NO_DIGIT, Strategy, digits_of, strategies
 
 WAY_OUT = "use a tensor_parallel that divides it, or 1"
@@ -25,7 +25,8 @@ class Facts:
     options: the ways to run each op.  weights: values that are made of one parameter by views and casts, with its name.
     made, summed: digits that a product makes from its weight, or sums over.  mixed: digits that some op with a gradient
     neither keeps apart nor sums in a product with a weight.  vocabulary: digits of words.  rows: digits of the batch.
-    tokens: digits of tokens, those of most bytes first.
+    tokens: digits of tokens, those of most bytes first.  held: how a plan that was made holds parameters, and
+    held_digits: what it cuts.
     """
 
     factors: Factors
@@ -38,10 +39,23 @@ class Facts:
     vocabulary: set[int] = field(default_factory=set)
     rows: frozenset[int] = frozenset()
     tokens: tuple[int, ...] = ()
+    held: Mapping[str, State] | None = None
+    held_digits: frozenset[int] = frozenset()
+
+    def hold(self, held: Iterable[tuple[str, State]], graph: Graph) -> None:
+        """Follow a plan that divides these parameters."""
+        params = graph.param_map()
+        self.held = {name: state for name, state in held if name in params}
+        places = [self.factors.befores(n, s.axis) for n, s in self.held.items()]
+        pairs = zip(self.held.values(), places, strict=True)
+        self.held_digits = frozenset(digit for state, own in pairs for digit, before in own if before == state.before)
 
     @property
     def kept(self) -> set[int]:
-        """The digits that stay apart from a weight that makes them to one that sums over them."""
+        """The digits that stay apart from a weight that makes them to one that sums over them; those that a plan
+        divides, if it is given."""
+        if self.held is not None:
+            return set(self.held_digits)
         return (self.made & self.summed) - self.mixed - self.vocabulary - self.rows
 
     def divides(self, digit: int) -> bool:
@@ -53,7 +67,7 @@ def facts_of(graph: Graph, calls: Sequence[Call], factors: Factors, shards: int)
     """Return the facts of a graph.  O(axes)."""
     facts = Facts(factors, shards, rows=row_digits(graph, factors))
     facts.weights = {p.name: p.name for p in graph.params if p.kind == "param"}
-    grads = {v.name for v in graph.values if v.grad}
+    grads = learning_values(graph)
     tables = [call for call in calls if call.name == EMBEDDING and call.reads[0] in facts.weights]
     largest = max(tables, key=lambda call: call.shape(call.reads[0])[0], default=None)
     for call in calls:
@@ -72,6 +86,11 @@ def facts_of(graph: Graph, calls: Sequence[Call], factors: Factors, shards: int)
             facts.mixed |= digits_of(call, factors) - kept - allowed
     facts.vocabulary -= facts.mixed | facts.rows
     return facts
+
+
+def learning_values(graph: Graph) -> set[str]:
+    """Return the values with a gradient; of a graph without any, as in evaluation, all numbers."""
+    return {v.name for v in graph.values if v.grad} or {v.name for v in graph.values if "float" in v.dtype}
 
 
 def _note(facts: Facts, call: Call, kept: set[int], added: set[int], *, is_vocabulary: bool) -> set[int]:

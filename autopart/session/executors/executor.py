@@ -65,6 +65,7 @@ class Executor:
         self._code = StageCode(
             context.captures, decision, context.tensors, self._world.device, context.values.owners, rewrites,
             backend=context.options.backend if self._train else EAGER, members=self._members,
+            held=context.placement.held,
         )  # fmt: skip
         self.preparation = Preparation(mode, context, planned, decision, self._code, rule, synced=bool(self._synced))
         self._engines: dict[int, Engine] = {}

@@ -59,7 +59,7 @@ def rewrites_of(
     synced: the stages that share batch statistics; others divide parameters.  Raises UsageError over NCCL, and
     RefusedError for ranks that do not hold the pieces that they would compute with."""
     found: dict[int, list[Callable[[StageModule], None]]] = defaultdict(list)
-    needed = placement_of(graph, decision)
+    needed = placement_of(graph, decision, placement.held)
     for name in {**placement.cuts, **needed.cuts}:
         if needed.owner(name) is not None and needed.pieces(name) != placement.pieces(name):
             raise RefusedError(

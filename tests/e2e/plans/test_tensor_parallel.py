@@ -61,7 +61,7 @@ def options(world: int, **given: Any) -> dict[str, Any]:
 
 
 def trained(world: int, given: dict[str, Any]) -> dict[str, Any]:
-    """Train a few steps, and return what was found."""
+    """Train a few steps and evaluate, and return what was found."""
     torch.set_num_threads(1)
     with autopart.compile(gpt(), **options(world, **given)) as pipe:
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
@@ -76,9 +76,8 @@ def trained(world: int, given: dict[str, Any]) -> dict[str, Any]:
             torch.optim.Adafactor(pipe.parameters()).step()
         own = {name: tuple(p.shape) for name, p in pipe.named_parameters()}
         state = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
-        with pytest.raises(autopart.RefusedError, match="is held in pieces, and would be used by a rank without"):
-            pipe.eval_loss(*batch(3))
-        return {"steps": found, "own": own, "state": state, "plan": pipe.plan}
+        evaluated = float(pipe.eval_loss(*batch(3)))
+        return {"steps": found, "own": own, "state": state, "loss": evaluated, "plan": pipe.plan}
 
 
 def plain() -> tuple[list[Any], nn.Module]:
@@ -103,6 +102,7 @@ def require_like_one_process(results: list[dict[str, Any]]) -> None:
                 torch.testing.assert_close(gradients[name], gradient, rtol=EXACT, atol=1e-13)
         for name, tensor in model.state_dict().items():
             torch.testing.assert_close(result["state"][name], tensor, rtol=1e-8, atol=1e-10)
+        assert result["loss"] == pytest.approx(model.eval()(*batch(3)).item(), rel=1e-8)
 
 
 def test_two_ranks_of_a_stage_train_like_one_process(pair: Workers) -> None:
@@ -124,6 +124,21 @@ def test_two_stages_of_two_ranks_train_like_one_process(workers: Workers) -> Non
     assert [stage.ranks for stage in plan.stages] == [(0, 1), (2, 3)]
     alone = autopart.plan(gpt(), **options(4, stages=2))
     assert "stage 0 ranks" in diff_plans(plan, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"stages": 1, "replicas": 2},
+        {"stages": 1, "tensor_parallel": 4},
+        {"stages": 2, "recompute": "all"},
+        {"stages": 2, "schedule": "zb-h1", "micro_batches": 4},
+        {"stages": 4, "stages_per_rank": 2, "micro_batches": 4},
+    ],
+)
+def test_other_plans_train_like_one_process(given: dict[str, Any], workers: Workers) -> None:
+    require_like_one_process(workers.run(trained, 4, {"tensor_parallel": 2, **given}))
 
 
 def verified(name: str, world: int, given: dict[str, Any]) -> Any:
@@ -149,11 +164,9 @@ def test_models_are_verified_on_two_and_four_ranks(name: str, pair: Workers, wor
 @pytest.mark.parametrize(
     ("given", "what"),
     [
-        ({"replicas": 2}, "replicas"),
         ({"token_slices": 2}, "slices of sequences"),
         ({"zero": 1}, "shared optimizer state"),
         ({"backend": "inductor"}, "compiled stages"),
-        ({"recompute": "all"}, "recompute="),
         ({"schedule": "pipedream"}, "pipedream"),
         ({"precision": "bf16"}, "precision bf16"),
         ({"master_weights": True}, "master weights"),

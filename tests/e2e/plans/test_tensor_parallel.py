@@ -11,7 +11,8 @@ from support.workers import Workers
 from torch import nn
 
 import autopart
-from autopart.files.plans import diff_plans, plan_from_json, plan_to_json
+from autopart.files.plans import plan_from_json, plan_to_json
+from autopart.report.plan_diff import diff_plans
 
 EXACT = 1e-10
 

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -122,12 +123,26 @@ def report(
     trace: Annotated[
         Path | None, typer.Option(help="A measured step, written by save_trace as .json, to show beside it")
     ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="The model of the plan, by name: adds its size, tokens a second and MFU")
+    ] = None,
+    cluster: Annotated[str | None, typer.Option(help="The cluster of the plan, as in `plan`; needs --model")] = None,
+    rows: Rows = None,
+    tokens: Tokens = None,
+    seed: Seed = 0,
 ) -> None:
-    """Write a plan file as one HTML page: stages, the simulated step, memory, and the plans that lost."""
-    found = load_plan(plan)
+    """Write a plan file as one HTML page: stages, the simulated step and what limits it, memory, other plans."""
+    found, answer = load_plan(plan), None
+    if model is not None:
+        subject = _loaded(model, {"seed": seed}, rows, tokens)
+        options = read_options(plan=found, loss_fn=subject.loss_fn)
+        machines = cluster or f"cpu:{found.decision.world}"
+        answer = replace(_answers(subject, [(model, machines, options)])[0], plan=found)
+    elif cluster is not None:
+        raise UsageError("--cluster needs the model", why="a plan file has the names of ops only", fix="add --model")
     measured = load_trace(trace) if trace is not None else None
-    path = write_page(found, out or plan.with_suffix(".html"), measured=measured, title=f"autopart: {plan.stem}")
-    say(f"report written to {path}")
+    target, title = out or plan.with_suffix(".html"), f"autopart: {plan.stem}"
+    say(f"report written to {write_page(found, target, measured=measured, answer=answer, title=title)}")
 
 
 def schedule(

@@ -28,7 +28,7 @@ from autopart.options.table import Option, Options, PlanLike
 from autopart.passes.program.orders import Order, Schedule
 from autopart.passes.search.space import Watch
 
-__all__ = ["OPTIONS", "OptimizerLike", "Options", "OptionsDict", "PlanLike", "read_options"]
+__all__ = ["OPTIONS", "OptimizerLike", "Options", "OptionsDict", "PlanLike", "given", "read_options"]
 
 OptimizerLike = str | torch.optim.Optimizer | Callable[..., torch.optim.Optimizer]
 
@@ -104,6 +104,11 @@ def read_options(**given: Any) -> Options:
             if row.planned and getattr(options, name) != getattr(_DEFAULTS, name):
                 raise UsageError(f"both plan= and {name}= are given", why="the plan decides it", fix=f"drop {name}=")
     return options
+
+
+def given(options: Options) -> dict[str, object]:
+    """Return the options that differ from their defaults, by name."""
+    return {name: value for name in OPTIONS if (value := getattr(options, name)) != getattr(_DEFAULTS, name)}
 
 
 def _unknown(name: str) -> UsageError:

@@ -87,8 +87,9 @@ class Speeds(Part, Listener):
         new = frozenset(found) - self._told
         self._told = self._told | new
         for rank in sorted(new):
-            _log.warning(
-                "rank %d takes %.1f times as long for its computes as its device should, beside the other ranks: "
+            _log.log(
+                logging.INFO if self.core.session.world.rank else logging.WARNING,  # all ranks know it; one says it
+                "rank %d takes %.1f times as long for its computes as its device should, relative to the other ranks: "
                 "pipe.replan(optimizer, steps=...) looks for a plan that fits", rank, found[rank],
             )  # fmt: skip
 
@@ -102,7 +103,7 @@ class Speeds(Part, Listener):
 
         A rank is named by the median of its last eight steps, its slowness is that of the newest five.  Ranks that have
         become so much faster since the last `replan`, which judges them all, are named too.  Alike on all ranks, and a
-        warning names them.  Measured in `step` on CPUs."""
+        warning of rank 0 names them.  Measured in `step` on CPUs."""
         if len(self._rows) < WINDOW:
             return {}
         limit = CHANGED if self._usual else SLOW

@@ -17,9 +17,12 @@ import torch
 
 from autopart.capture import Captured
 from autopart.ir.errors import UsageError
+from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan
 from autopart.ir.timeline import Span, Timeline, computing_ns, stage_sums
+from autopart.options import given
 from autopart.passes.ops.flops import model_flops
+from autopart.report.comparison import Answer
 from autopart.report.page.page import write_page
 from autopart.report.page.rows import rank_peaks
 from autopart.session.executors.step_end import StepEnd
@@ -272,11 +275,15 @@ def _work_of(session: Session, meter: Meter) -> Work:
         flops = model_flops(graph)
         dtype = max(flops, key=flops.__getitem__)
         peak_rate = sum(device.rate(dtype) for device in session.cluster.devices)
-        values = map(graph.value_map().__getitem__, graph.inputs)
-        ids = (v for v in values if v.dtype in ("int64", "int32") and len(v.shape) == 2 and v.shape[0] == graph.rows)
-        tokens = next((value.shape[1] for value in ids), 0)
-        meter.work = Work(captured, sum(flops.values()) / graph.rows, float(peak_rate), tokens)
+        meter.work = Work(captured, sum(flops.values()) / graph.rows, float(peak_rate), _tokens(graph))
     return meter.work
+
+
+def _tokens(graph: Graph) -> int:
+    """Return the length of the first input of whole numbers that has one for each row, 0 without."""
+    values = map(graph.value_map().__getitem__, graph.inputs)
+    ids = (v for v in values if v.dtype in ("int64", "int32") and len(v.shape) == 2 and v.shape[0] == graph.rows)
+    return next((value.shape[1] for value in ids), 0)
 
 
 def _peak_bytes(device: torch.device) -> int:
@@ -330,7 +337,11 @@ class Measurements(Part):
             shown = self.core.timeline[1]
         peaks = dict(enumerate(self.last.peak_bytes)) if self.last is not None else {}
         title = f"autopart: {type(self.core.model).__name__}"
-        return write_page(plan, path, graph=graph, measured=shown, peaks=peaks, title=title)
+        core = self.core
+        answer = Answer(title, core.cluster, _tokens(graph) or None, plan, graph, model_flops(graph))
+        on_cpu = core.cluster.devices[rank].device_type == "cpu"
+        told = {"answer": answer, "options": given(core.options), "peaks": peaks, "of_process": on_cpu}
+        return write_page(plan, path, measured=shown, title=title, **told)
 
     def around_step(self, session: Session, batch: Sequence[Any]) -> AbstractContextManager[None]:
         """Time the step."""

@@ -1,18 +1,27 @@
-"""The tables of the page: what is decided, what it takes, what was measured, and what lost.
+"""The tables of the page: what is decided, what it takes and what limits it, what was measured, and what lost.
 
 Numbers are written as people read them; the exact ones stand beside them in the page."""
 
 from __future__ import annotations
 
+import os
+import platform
+import shlex
+import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
 from typing import NamedTuple
 
-from autopart.ir.errors import printable
-from autopart.ir.graph import module_range
+from autopart.ir.errors import printable, shortened
+from autopart.ir.graph import Graph, module_range
 from autopart.ir.plan import Alternative, Plan
 from autopart.ir.timeline import Timeline, stage_sums
-from autopart.report.plan_table import COST_DESCRIPTIONS, rank_spans
+from autopart.report.comparison import Answer
+from autopart.report.critical_path import Link, what_limits
+from autopart.report.plan_table import COST_DESCRIPTIONS, parameter_count, rank_spans
 
 
 class Cell(NamedTuple):
@@ -85,7 +94,7 @@ class Table:
         return {head: any(row[head].exact is not None for row in self.rows) for head in self.rows[0]}
 
 
-def tiles(plan: Plan, measured: Timeline | None) -> list[tuple[str, Cell, str]]:
+def tiles(plan: Plan, measured: Timeline | None, answer: Answer | None = None) -> list[tuple[str, Cell, str]]:
     """Return the most important numbers, each as (what it is, number, remark)."""
     decision, outlook = plan.decision, plan.outlook
     found = []
@@ -102,6 +111,13 @@ def tiles(plan: Plan, measured: Timeline | None) -> list[tuple[str, Cell, str]]:
     if plan.step_ns:
         idle = f"measured {measured.bubble:.1%}" if measured else "idle share of the devices"
         found.append(("bubble", part(outlook.bubble)._replace(share=None), idle))
+    if (rates := answer.delivered() if answer is not None else None) is not None:
+        many = "tokens" if rates["tokens_per_s"] else "rows"
+        rate = rates[f"{many}_per_s"]
+        text = f"{rate / 1e6:.2f} M" if rate >= 1e6 else f"{rate:,.0f}"
+        found.append((f"{many} a second", Cell(text, rate), "simulated"))
+        mfu = part(rates["mfu"])._replace(share=None)
+        found.append(("MFU", mfu, "FLOPs of the model over the peak of all devices"))
     used = len({rank for stage in plan.stages for rank in stage.ranks})
     found.append(("stages", count(len(plan.stages)), f"on {used:,} of {decision.world:,} ranks"))
     least, most = min(plan.micro_rows), max(plan.micro_rows)
@@ -137,8 +153,12 @@ def stages(plan: Plan, modules: Sequence[Sequence[str]], measured: Timeline | No
     return Table("stages", rows, more)
 
 
-def memories(plan: Plan, peaks: Mapping[int, int]) -> Table | None:
-    """Return what a device of each stage holds.  peaks: measured bytes by rank; may be empty."""
+def memories(plan: Plan, peaks: Mapping[int, int], *, of_process: bool = False) -> Table | None:
+    """Return what a device of each stage holds.
+
+    peaks: measured bytes by rank; may be empty.  of_process: whether they are of the whole process, with Python and
+    libraries, which a plan does not charge.
+    """
     if not plan.estimates:
         return None
     limits, splits = plan.outlook.limits, any(e.weight_bytes for e in plan.estimates)
@@ -152,7 +172,9 @@ def memories(plan: Plan, peaks: Mapping[int, int]) -> Table | None:
         if limits:
             row["of the device"] = part(e.peak_bytes / limits[s]) if limits[s] else words("")
         if peaks:
-            row["measured peak"] = memory(max([peaks.get(rank, 0) for rank in plan.stages[s].ranks]))
+            row["measured, whole process" if of_process else "measured peak"] = memory(
+                max([peaks.get(rank, 0) for rank in plan.stages[s].ranks])
+            )
         rows.append(row)
     return Table("memory", rows)
 
@@ -185,6 +207,61 @@ def compared(plan: Plan, measured: Timeline | None) -> Table | None:
     rows.append([words("bubble"), part(plan.outlook.bubble), part(measured.bubble), words("")])
     heads = ("", "predicted", "measured", "difference")
     return Table("compared", [dict(zip(heads, row, strict=True)) for row in rows])
+
+
+def limits(path: Sequence[Link], step_ns: int) -> tuple[Table | None, str]:
+    """Return what the longest chain of the simulated step does, and in words what limits the step."""
+    if not path or not step_ns:
+        return None, ""
+    found = what_limits(path, step_ns)
+    rows = [
+        {"in the longest chain": words(what), "time": duration(ns), "of the step": part(ns / step_ns)}
+        for what, ns in found.items()
+    ]
+    most = next(iter(found))
+    said = f"the longest chain of spans, marked in the picture; {most}: {found[most] / step_ns:.0%}"
+    return Table("limits", rows), said
+
+
+def drawn_here() -> dict[str, str]:
+    """Return when, where and with what a page is drawn; nothing of it is in a plan file."""
+    versions = [f"{name} {version(name)}" for name in ("autopart", "torch")]
+    return {
+        "drawn": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, on host {platform.node()}",
+        "versions": ", ".join([*versions, f"Python {platform.python_version()}", platform.platform(terse=True)]),
+        "command": shortened(shlex.join([os.path.basename(sys.argv[0] or "python"), *sys.argv[1:]]), 300),
+    }
+
+
+def asked(answer: Answer, options: Mapping[str, object]) -> dict[str, str]:
+    """Return what a plan was asked for: its machines, its batch, its model and the options."""
+    cluster, graph, plan = answer.cluster, answer.graph, answer.plan
+    kinds = Counter((d.name or d.kind, d.kind, d.memory_bytes) for d in cluster.devices)
+    found = {
+        "cluster": ", ".join(
+            f"{count} x {name}{f' ({kind})' if name != kind else ''} with {memory_text(size)}"
+            for (name, kind, size), count in kinds.items()
+        ),
+        "links": ", ".join(
+            f"{level.link.bytes_per_s / 1e9:.4g} GB/s among {level.size} devices" for level in cluster.levels
+        ),
+    }
+    if plan is not None:
+        tokens = f" x {answer.tokens:,} tokens" if answer.tokens else ""
+        found["batch"] = f"{sum(plan.micro_rows):,} rows{tokens}"
+    if graph is not None:
+        found["parameters"] = _parameters(graph)
+    if options:
+        found["options"] = shortened(
+            ", ".join(f"{name}={getattr(value, '__name__', value)}" for name, value in options.items()), 500
+        )
+    return found
+
+
+def _parameters(graph: Graph) -> str:
+    count = parameter_count(graph, {op.name for op in graph.ops})
+    frozen = len([param for param in graph.params if param.kind == "param" and not param.trainable])
+    return f"{count:,}" + (f", {frozen} of {len(graph.params)} tensors frozen" if frozen else "")
 
 
 def provenance(plan: Plan) -> list[tuple[str, str]]:

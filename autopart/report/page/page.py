@@ -10,14 +10,17 @@ from collections.abc import Mapping
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import jinja2
 from markupsafe import Markup
 
 from autopart.ir.errors import UsageError, printable
-from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan
 from autopart.ir.timeline import MOST_SPANS, Timeline, read_spans
+from autopart.report.comparison import Answer
+from autopart.report.critical_path import critical_path
 from autopart.report.page import facts
 from autopart.report.page.facts import duration_text
 from autopart.report.page.rows import MEASURED, SIMULATED, Json, picture
@@ -34,23 +37,15 @@ _UNSAFE = {ord(char): f"\\u{ord(char):04x}" for char in "<>&\u2028\u2029"}
 NO_SPANS = f"The plan does not hold its simulated step: it has more than {MOST_SPANS:,} actions, or was made by hand."
 
 
-def write_page(
-    plan: Plan,
-    path: str | os.PathLike[str],
-    *,
-    graph: Graph | None = None,
-    measured: Timeline | None = None,
-    peaks: Mapping[int, int] | None = None,
-    title: str = "",
-) -> Path:
-    """Write the page of a plan, and return its path.  Arguments: as for `plan_page`.
+def write_page(plan: Plan, path: str | os.PathLike[str], *, title: str = "", **shown: Any) -> Path:
+    """Write the page of a plan with what this process knows of itself, and return its path.  shown: as for `plan_page`.
 
     Raises UsageError if the path does not end in .html, or cannot be written.
     """
     target = Path(path)
     if target.suffix not in (".html", ".htm"):
         raise UsageError(f"a report is a page, and {target} does not end in .html", fix="let the name end in .html")
-    text = plan_page(plan, graph=graph, measured=measured, peaks=peaks, title=title or f"autopart: {target.stem}")
+    text = plan_page(plan, title=title or f"autopart: {target.stem}", about=facts.drawn_here(), **shown)
     write_drawing(target, text)
     return target
 
@@ -58,42 +53,53 @@ def write_page(
 def plan_page(
     plan: Plan,
     *,
-    graph: Graph | None = None,
+    answer: Answer | None = None,
+    options: Mapping[str, object] = MappingProxyType({}),
     measured: Timeline | None = None,
     peaks: Mapping[int, int] | None = None,
+    of_process: bool = False,
     title: str = "autopart",
+    about: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
     """Return one HTML page that needs no network: tables, and a picture of the step.
 
-    graph: of the plan; names modules where the plan does not.  measured: a step that ran.  peaks: measured bytes of
-    each rank.  Raises UsageError for a step of another plan.
+    answer: machines, batch and graph of the plan, where they are known.  options: that were asked for.  measured: a
+    step that ran.  peaks: measured bytes of each rank; of_process: whether of whole processes.  about: when, where and
+    with what the page is drawn.  Raises UsageError for a step of another plan.
     """
     simulated = read_spans(plan.outlook.spans)
     panels = {SIMULATED: simulated} if simulated.spans else {}
     if measured is not None and measured.spans:
         panels[MEASURED] = _of_plan(measured, plan)
-    drawn: Json | None = picture(panels, plan) if panels else None
+    path = critical_path(simulated)
+    drawn: Json | None = picture(panels, plan, path) if panels else None
     small = panels and sum(len(each.spans) for each in panels.values()) <= MOST_DRAWN
+    limits, limited = facts.limits(path, plan.step_ns)
+    held = "simulated, at its fullest moment" + ("; a process holds Python and libraries besides" if of_process else "")
+    modules = modules_of(plan, answer.graph if answer is not None else None)
+    memories = facts.memories(plan, peaks or {}, of_process=of_process)
     sections = [
-        ("Stages", "times of one micro-batch on one device", facts.stages(plan, modules_of(plan, graph), measured)),
+        ("What limits the step", limited, limits),
+        ("Stages", "times of one micro-batch on one device", facts.stages(plan, modules, measured)),
         ("Predicted and measured", "means over micro-batches and replicas", facts.compared(plan, measured)),
-        ("Memory of a device", "simulated, at its fullest moment", facts.memories(plan, peaks or {})),
+        ("Memory of a device", held, memories),
         ("Alternatives", "plans that were not taken", facts.alternatives(plan)),
     ]
     script = _asset("picture.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     shown = " and the ".join(f"{name} step of {duration_text(each.step_ns)}" for name, each in panels.items())
+    known = {**(facts.asked(answer, options) if answer is not None else {}), **about}
     return _template("page.html.j2").render(
         title=printable(title),
         subtitle=printable(summary(plan.decision)),
-        tiles=facts.tiles(plan, measured),
+        tiles=facts.tiles(plan, measured, answer),
         picture=drawn,
         has_memory=bool(simulated.spans and plan.estimates),
         picture_label=f"Timeline of the {shown}: a row for each rank, with its computes, messages and bubbles",
         fallback=Markup(timeline_svg(panels)) if small else "",
         no_picture=NO_SPANS if plan.step_ns else "Nothing of this plan was simulated.",
         sections=[section for section in sections if section[2] is not None],
-        about=facts.provenance(plan),
+        about=[*((name, printable(text)) for name, text in known.items()), *facts.provenance(plan)],
         notes=[printable(note) for note in plan.notes],
         data=Markup(json.dumps({"picture": drawn}, separators=(",", ":"), allow_nan=False).translate(_UNSAFE)),
         script=Markup(script),

@@ -8,6 +8,7 @@
   const context = canvas.getContext("2d"), tip = document.getElementById("tip"), range = document.getElementById("range");
   const LEFT = 104, RIGHT = 8, AXIS = 22, TITLE = 22, COMPUTES = "FBIW", MESSAGES = "fb";
   const count = data.panels.reduce((sum, panel) => sum + panel.rows.length, 0);
+  const MANY = 16, SUMMARY = 26;  // panels with more rows begin with one of all ranks
   const NARROW = count <= 8 ? 30 : count <= 24 ? 22 : count <= 48 ? 17 : 13;
   let ROW = NARROW, from = 0, to = data.step || 1, memory = false, drag = null, colours = {};
 
@@ -19,6 +20,7 @@
     row.end = row.start.map((start, i) => start + panel.lengths[row.long[i]]);
     row.lanes = row.stages.length || 1;
     // Ends are not in order where messages overlap computes: the latest end so far tells where to begin drawing.
+    row.chain = new Set(row.path || []);
     let latest = 0;
     row.latest = row.end.map((end) => (latest = Math.max(latest, end)));
     if (row.memory) {
@@ -31,10 +33,10 @@
 
   function readColours() {
     const style = getComputedStyle(document.documentElement);
-    for (const name of ["F", "B", "I", "W", "sums", "f", "b", "idle", "memory", "limit", "text", "soft", "line", "back", "on-F", "on-B"])
+    for (const name of ["F", "B", "I", "W", "sums", "f", "b", "idle", "wait", "memory", "limit", "text", "soft", "line", "back", "on-F", "on-B"])
       colours[name] = style.getPropertyValue("--" + name).trim();
   }
-  const colour = (kind) => (COMPUTES.includes(kind) || MESSAGES.includes(kind) ? colours[kind] : colours.sums);
+  const colour = (kind) => (COMPUTES.includes(kind) || MESSAGES.includes(kind) ? colours[kind] : kind === "A" ? colours.wait : colours.sums);
   const stageOf = (row, i) => (row.stage ? row.stage[i] : row.stages[0]);
   function labelOf(row, i) {
     const kind = row.kinds[i], stage = stageOf(row, i), message = MESSAGES.includes(kind);
@@ -66,7 +68,8 @@
   const width = () => canvas.clientWidth - LEFT - RIGHT;
   const x = (ns) => LEFT + ((ns - from) / (to - from)) * width();
   const ns = (px) => from + ((px - LEFT) / width()) * (to - from);
-  const heightOf = (panel) => TITLE + panel.rows.length * (ROW + 3) + AXIS;
+  const summaryOf = (panel) => (panel.rows.length > MANY ? SUMMARY + 5 : 0);
+  const heightOf = (panel) => TITLE + summaryOf(panel) + panel.rows.length * (ROW + 3) + AXIS;
 
   function draw() {
     const ratio = window.devicePixelRatio || 1, wide = canvas.clientWidth;
@@ -82,7 +85,8 @@
       context.fillStyle = colours.text;
       context.textAlign = "left";
       context.fillText(panel.name + ": " + time(panel.step), LEFT, y + TITLE / 2);
-      panel.top = y + TITLE;
+      if (summaryOf(panel)) drawSummary(panel, y + TITLE);
+      panel.top = y + TITLE + summaryOf(panel);
       panel.rows.forEach((row, place) => drawRow(panel, row, panel.top + place * (ROW + 3)));
       drawAxis(panel.top + panel.rows.length * (ROW + 3));
       y += heightOf(panel);
@@ -111,6 +115,35 @@
     context.restore();
   }
 
+  function drawSummary(panel, y) {  // of all ranks, the share that runs each kind of compute in every pixel
+    const wide = Math.max(1, Math.round(width())), shares = [...COMPUTES].map(() => new Float64Array(wide));
+    let ranks = 0;
+    for (const row of panel.rows) {
+      ranks += row.ranks;
+      for (let i = firstAfter(row.latest, from); i < row.start.length && row.start[i] < to; i++) {
+        const share = shares[COMPUTES.indexOf(row.kinds[i])];
+        if (!share) continue;
+        const left = Math.max(0, x(row.start[i]) - LEFT), right = Math.min(wide, x(row.end[i]) - LEFT);
+        for (let px = Math.floor(left); px < right; px++)
+          share[px] += row.ranks * (Math.min(px + 1, right) - Math.max(px, left));
+      }
+    }
+    context.fillStyle = colours.soft;
+    context.textAlign = "left";
+    context.fillText("all " + ranks + " ranks", 2, y + SUMMARY / 2, LEFT - 8);
+    context.fillStyle = colours.idle;
+    context.fillRect(LEFT, y, x(Math.min(to, panel.step)) - LEFT, SUMMARY);
+    for (let px = 0; px < wide; px++) {
+      let bottom = y + SUMMARY;
+      shares.forEach((share, kind) => {
+        const tall = (share[px] / ranks) * SUMMARY;
+        context.fillStyle = colours[COMPUTES[kind]];
+        context.fillRect(LEFT + px, bottom - tall, 1, tall);
+        bottom -= tall;
+      });
+    }
+  }
+
   function drawSpans(row, y) {
     const messages = Math.max(2, Math.round(ROW / 6)), lane = (ROW - messages - 1) / row.lanes, painted = {};
     for (let i = firstAfter(row.latest, from); i < row.start.length && row.start[i] < to; i++) {
@@ -124,6 +157,10 @@
       const tall = message ? messages : compute ? lane : ROW - messages - 1, wide = right - left;
       context.fillStyle = colour(kind);
       context.fillRect(left, top, Math.max(wide - (wide > 4 ? 0.7 : 0), 0.6), tall);
+      if (row.chain.has(i)) {
+        context.fillStyle = colours.limit;
+        context.fillRect(left, message ? top : y, Math.max(wide, 1), 2);
+      }
       if (compute && lane >= 9) drawLabel(row, i, Math.max(left, LEFT), Math.min(right, LEFT + width()), top + tall / 2);
     }
   }
@@ -165,11 +202,10 @@
     const rough = (to - from) / Math.max(2, width() / 110), unit = 10 ** Math.floor(Math.log10(rough));
     const tick = unit * [1, 2, 5, 10].find((factor) => unit * factor >= rough);
     context.fillStyle = colours.soft;
-    context.textAlign = "center";
     for (let at = Math.ceil(from / tick) * tick; at <= to; at += tick) {
       context.fillRect(x(at), y, 1, 4);
-      const shown = x(at) < LEFT + 20 ? LEFT + 20 : Math.min(x(at), LEFT + width() - 22);
-      context.fillText(time(at).replace(/\.0+ /, " "), shown, y + 12);
+      context.textAlign = x(at) < LEFT + 20 ? "left" : x(at) > LEFT + width() - 22 ? "right" : "center";  // at its tick
+      context.fillText(time(at).replace(/\.0+ /, " "), x(at), y + 12);
     }
   }
 
@@ -231,10 +267,12 @@
   function legend() {
     const kinds = new Set(data.panels.flatMap((panel) => panel.rows.flatMap((row) => [...new Set(row.kinds)])));
     const shown = [...COMPUTES].filter((kind) => kinds.has(kind)).map((kind) => [colours[kind], kind + " " + data.labels[kind]]);
-    const sums = [...kinds].filter((kind) => !(COMPUTES + MESSAGES).includes(kind)).sort();
+    const sums = [...kinds].filter((kind) => !(COMPUTES + MESSAGES + "A").includes(kind)).sort();
     if (sums.length) shown.push([colours.sums, sums.join(", ") + " sums, optimizer"]);
     for (const kind of MESSAGES) if (kinds.has(kind)) shown.push([colours[kind], data.labels[kind]]);
+    if (kinds.has("A")) shown.push([colours.wait, "A waiting until all ranks agree"]);
     shown.push([colours.idle, "bubble"]);
+    if (data.panels.some((panel) => panel.rows.some((row) => row.chain.size))) shown.push([colours.limit, "longest chain"]);
     const list = memory ? [[colours.memory, "held by a device"], [colours.limit, "its memory"]] : shown;
     document.getElementById("legend").replaceChildren(...list.map(([fill, text]) => {
       const item = document.createElement("li"), box = document.createElement("i");

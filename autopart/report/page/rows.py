@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
-from autopart.ir.actions import ACTIONS, HOLDING, RECEIVE
+from autopart.ir.actions import ACTIONS, HOLDING, RECEIVE, Action
 from autopart.ir.errors import printable
 from autopart.ir.plan import Decision, Estimate, Plan
 from autopart.ir.timeline import MOST_SPANS, Span, Timeline, computing_ns, read_spans
+from autopart.report.critical_path import Link
 
 Json = dict[str, object]
 
@@ -22,22 +23,24 @@ SENDS = {"SF": "f", "SB": "b"}
 """Letters of messages in a row; every other action is its own letter."""
 
 
-def picture(panels: Mapping[str, Timeline], plan: Plan) -> Json:
-    """Return the data of the picture, a panel for each timeline.
+def picture(panels: Mapping[str, Timeline], plan: Plan, path: Sequence[Link] = ()) -> Json:
+    """Return the data of the picture, a panel for each timeline.  path: the longest chain of the simulated step.
 
     Times are nanoseconds.  A row has a letter for each span, and lists beside it: `micro` (micro-batch * slices +
-    slice), `gap` (from the start of the span before) and `long` (number of its length in `lengths`).
+    slice), `gap` (from the start of the span before) and `long` (number of its length in `lengths`).  `path` numbers
+    the spans of the chain.
     """
+    chain = frozenset((link.span.rank, link.span.action) for link in path)
     labels = {SENDS.get(kind, kind): row.label for kind, row in ACTIONS.items() if row.role != RECEIVE}
     return {
         "slices": plan.decision.slices,
         "labels": labels,
         "step": max((timeline.step_ns for timeline in panels.values()), default=0),
-        "panels": [_panel(name, timeline, plan) for name, timeline in panels.items()],
+        "panels": [_panel(name, timeline, plan, chain) for name, timeline in panels.items()],
     }
 
 
-def _panel(name: str, timeline: Timeline, plan: Plan) -> Json:
+def _panel(name: str, timeline: Timeline, plan: Plan, chain: frozenset[tuple[int, Action]]) -> Json:
     simulated = name == SIMULATED
     shown = (span for span in timeline.spans if span.action.is_a.role != RECEIVE)
     spans = Timeline(tuple(shown)).by_rank()
@@ -47,6 +50,8 @@ def _panel(name: str, timeline: Timeline, plan: Plan) -> Json:
     place = {length: i for i, length in enumerate(lengths)}
     many = "x" if simulated else "slowest of "
     rows = [_row(rank, own, plan, place, set(spans), many) for rank, own in spans.items()]
+    for row, (rank, own) in zip(rows, spans.items(), strict=True) if simulated else ():
+        row["path"] = [i for i, span in enumerate(own) if (rank, span.action) in chain]
     return {"name": printable(name), "step": timeline.step_ns, "lengths": lengths, "rows": rows}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from support.oracles.advice import Net, X
+from support.documents.advice import Net, X
 from torch import nn
 
 from autopart.batch.batch import flatten

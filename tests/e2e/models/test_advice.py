@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from in_process import ALIKE, verify_here
-from support.oracles.advice import ADVICE, Trial
+from support.documents.advice import ADVICE, Trial
 
 from autopart.ir.errors import AutopartError
 from autopart.options import read_options

@@ -35,7 +35,8 @@ def noting(speeds: Speeds, *computed_ns: float, steps: int = SKIPPED + WINDOW) -
 
 
 def measured_on(*rates: int) -> Speeds:
-    return Speeds(SimpleNamespace(cluster=cluster(*rates)))
+    session = SimpleNamespace(world=SimpleNamespace(rank=0))
+    return Speeds(SimpleNamespace(cluster=cluster(*rates), session=session))
 
 
 def following(*rates: int) -> Speeds:

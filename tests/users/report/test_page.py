@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
+import platform
 import re
 from dataclasses import replace
+from datetime import UTC, datetime
 from html.parser import HTMLParser
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,8 @@ from autopart.ir.actions import RECEIVE, parse_action
 from autopart.ir.errors import UsageError
 from autopart.ir.plan import Alternative, Plan
 from autopart.ir.timeline import Span, Timeline, read_spans, spans_text
+from autopart.report.comparison import Answer
+from autopart.report.critical_path import WAITING, critical_path, what_limits
 from autopart.report.page.page import plan_fragment, plan_page
 
 HOSTILE = "</script><script>alert(1)</script>\u2028<!-- &amp; \x1b[2J"
@@ -89,6 +94,39 @@ def test_the_picture_is_the_simulated_step_of_the_plan(planned: Plan) -> None:
     assert sum(row["ranks"] for row in panel["rows"]) == sum(len(stage.ranks) for stage in planned.stages)
 
 
+def test_what_was_asked_for_is_told_with_what_a_step_delivers(planned: Plan) -> None:
+    graph, machines = layers(6), cluster(4, memory=10**9)
+    answer = Answer("layers", machines, 128, planned, graph, {"float32": 10**9})
+    page = plan_page(planned, answer=answer, options={"stages": 2}, about={"drawn": "today"})
+    found, rates = Found(page), answer.delivered()
+    assert rates is not None and {rates["tokens_per_s"], rates["mfu"]} <= set(found.numbers[""])
+    assert "16 rows x 128 tokens" in page and "stages=2" in page and "today" in page
+    assert f"{sum(math.prod(param.shape) for param in graph.params):,}" in page
+    assert "4 x cpu with 953.7 MiB" in page
+
+
+@pytest.mark.parametrize("bytes_per_s", [10**6, 10**15])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-v", "interleaved"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_what_limits_the_step_adds_up_to_it(schedule: str, replicas: int, bytes_per_s: int) -> None:
+    """Without messages that take time each span of the chain begins when the one before it ends: nothing waits."""
+    links = cluster(2 * replicas, memory=10**9, bytes_per_s=bytes_per_s, latency_ns=0 if bytes_per_s > 10**9 else 50)
+    plan = plan_of(layers(8), links, micros=8, rows=(2,) * 8, schedule=schedule, replicas=replicas)
+    step = read_spans(plan.outlook.spans)
+    path = critical_path(step)
+    assert path[-1].span.end_ns == step.step_ns
+    for before, link in pairwise(path):
+        assert before.span.end_ns <= link.from_ns <= link.span.end_ns
+    found = what_limits(path, plan.step_ns)
+    assert sum(found.values()) == plan.step_ns and all(ns > 0 for ns in found.values())
+    if bytes_per_s > 10**9:
+        assert WAITING not in found, found
+    shown = Found(plan_page(plan))
+    assert shown.numbers["limits"] == [number for ns in found.values() for number in (ns, ns / plan.step_ns)]
+    marked = sum(len(row["path"]) for row in shown.data["panels"][0]["rows"])
+    assert marked == len(path)
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-v", "interleaved"])
 def test_the_top_of_the_memory_curve_is_the_peak_of_the_plan(schedule: str) -> None:
     plan = plan_of(layers(8), cluster(2, memory=10**9), micros=8, schedule=schedule, replicas=1)
@@ -121,13 +159,14 @@ def test_every_valid_plan_has_a_page(plan: Plan) -> None:
 def test_a_measured_step_stands_beside_the_simulated_one(planned: Plan) -> None:
     step = read_spans(planned.outlook.spans)
     slower = Timeline(tuple(replace(s, start_ns=2 * s.start_ns, end_ns=2 * s.end_ns) for s in step.spans))
-    found = Found(plan_page(planned, measured=slower, peaks={0: 123, 1: 77}))
+    found = Found(plan_page(planned, measured=slower, peaks={0: 123, 1: 77}, of_process=True))
     assert [panel["name"] for panel in found.data["panels"]] == ["simulated", "measured"]
     numbers = found.numbers["compared"]
     assert numbers[:2] == [planned.step_without_optimizer_ns, slower.step_ns]
     for s, e in enumerate(planned.estimates):
         assert numbers[3 + 6 * s : 6 + 6 * s] == [e.fwd_ns, 2 * e.fwd_ns, 1.0]
     assert 123 in found.numbers["memory"]
+    assert "measured, whole process" in plan_page(planned, peaks={0: 123}, of_process=True)
 
 
 def test_a_step_of_another_plan_is_refused(planned: Plan) -> None:
@@ -169,7 +208,10 @@ def test_a_plan_that_holds_no_step_says_so() -> None:
 
 def test_plans_write_their_page_and_show_themselves_in_notebooks(planned: Plan, tmp_path: Path) -> None:
     path = planned.report(tmp_path / "plan.html")
-    assert path.read_text() == plan_page(planned, title="autopart: plan")
+    page = path.read_text()
+    assert plan_page(planned, title="autopart: plan").split("<dl class=")[1] in page  # what is drawn besides is below
+    for known in (platform.node(), f"Python {platform.python_version()}", f"{datetime.now(UTC):%Y-%m-}"):
+        assert known in page and known not in plan_to_json(planned), known
     fragment = planned._repr_html_()
     assert fragment.count("<tr>") == 1 + len(planned.stages) and "<svg" in fragment and len(fragment) < 100_000
     with pytest.raises(UsageError, match=r"does not end in \.html"):

@@ -68,6 +68,23 @@ def test_it_zooms_with_keys_with_the_mouse_and_with_buttons(page: Page) -> None:
     assert page.run("autopartView.range()") == whole
 
 
+def test_many_ranks_are_summed_up_and_the_longest_chain_and_the_legend_are_in_view(tmp_path: Path) -> None:
+    plan = plan_of(layers(30), cluster(20, memory=10**9), micros=4, rows=(2,) * 4, stages=20, replicas=1)
+    plan.report(tmp_path / "many.html")
+    with Page(1120, 700) as opened:
+        opened.open(tmp_path / "many.html")
+        assert "longest chain" in opened.run("legend.textContent")
+        opened.run("window.scrollTo(0, picture.getBoundingClientRect().bottom - 200); 1")
+        opened.frame()
+        assert opened.run("legend.getBoundingClientRect().top >= 0 && legend.getBoundingClientRect().bottom < 200")
+        rows = opened.run("picture.clientHeight")
+        assert rows > 20 * 25 + 26, "a row for each rank, and one of all"
+        column = opened.run("[...picture.getContext('2d').getImageData(200, 22, 1, 26).data].join()").split(",")
+        assert column[:4] != column[-4:]  # few ranks compute at first
+        assert opened.run("document.querySelector('#stages').parentElement.tabIndex") == 0
+        assert opened.errors == []
+
+
 def test_memory_is_shown_against_the_limit(page: Page) -> None:
     page.run("document.querySelector('[data-do=memory]').click()")
     assert page.run("document.querySelector('[data-do=memory]').getAttribute('aria-pressed')") == "true"

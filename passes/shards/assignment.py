@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopart.ir.errors import PlanError
@@ -38,10 +38,10 @@ class Assignment:
             yield name, self.states[name], wanted
 
 
-def check(assignment: Assignment, graph: Graph, factors: Factors) -> Assignment:
+def check(assignment: Assignment, graph: Graph, factors: Factors, calls: Sequence[Call] | None = None) -> Assignment:
     """Check that an assignment is exact, and return it: every op runs in a way that its rule allows, every value is
     held as its op makes it, has equal parts where it is cut, and is read through a transition; the outputs and new
-    values of buffers are whole for their readers.  Raises PlanError.  O(reads)."""
+    values of buffers are whole for their readers.  calls: the ops, if they are known.  Raises PlanError.  O(reads)."""
     shapes = shapes_of(graph)
     for name, state in assignment.states.items():
         if not state.fits(shapes[name], assignment.shards):
@@ -49,7 +49,7 @@ def check(assignment: Assignment, graph: Graph, factors: Factors) -> Assignment:
     for name in (*graph.inputs, *(p.name for p in graph.params if p.kind != "param")):
         if assignment.states[name].kind == CUT_KIND:
             raise PlanError(f"{name} is given whole to every rank, and held as {assignment.states[name]}")
-    for call in calls_of(graph):
+    for call in calls_of(graph) if calls is None else calls:
         chosen = assignment.strategies[call.op.name]
         if chosen not in strategies(call, factors, assignment.shards):
             raise PlanError(

@@ -39,7 +39,8 @@ def choose(graph: Graph, shards: int, held: Held | None = None, *, sequence: boo
     plan divides, which other graphs of its model (other rows, evaluation) follow; None to find it.
 
     Raises RefusedError (`require_cuts`).  O(axes)."""
-    calls, factors = calls_of(graph), factors_of(graph)
+    calls = calls_of(graph)
+    factors = factors_of(graph, calls)
     facts = facts_of(graph, calls, factors, shards)
     if held is None:
         require_cuts(calls, facts)
@@ -47,7 +48,7 @@ def choose(graph: Graph, shards: int, held: Held | None = None, *, sequence: boo
         facts.hold(held, graph)
     if sequence:
         facts.tokens = token_digits(calls, facts)
-    return check(_Choice(graph, facts).run(calls), graph, factors)
+    return check(_Choice(graph, facts).run(calls), graph, factors, calls)
 
 
 def pieces_of(graph: Graph, shards: int) -> dict[str, State]:

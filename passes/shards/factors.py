@@ -27,6 +27,7 @@ class Factors:
         self._size: list[int] = []
         self._split: dict[int, tuple[int, int]] = {}
         self._axes: dict[str, tuple[int | None, ...]] = {}
+        self._settled: dict[str, tuple[Digits, ...]] = {}
 
     def _new(self, size: int) -> int:
         self._parent.append(len(self._parent))
@@ -43,8 +44,15 @@ class Factors:
 
     def of(self, name: str, axis: int) -> Digits:
         """Return the factors of an axis, as far as they are known now."""
+        if name in self._settled:
+            return self._settled[name][axis]
         own = self._axes[name][axis]
         return () if own is None else self._expanded(own)
+
+    def settle(self) -> Factors:
+        """Note that all is said of the axes, and return the factors."""
+        self._settled = {name: tuple(self.of(name, n) for n in range(len(axes))) for name, axes in self._axes.items()}
+        return self
 
     def flat(self, name: str) -> Digits:
         """Return the factors of all axes of a tensor, in row-major order."""
@@ -116,14 +124,14 @@ class Factors:
                 b *= self._size[self._pop(right)]
 
 
-def factors_of(graph: Graph) -> Factors:
-    """Return the factors of a graph.  O(axes)."""
+def factors_of(graph: Graph, calls: Sequence[Call] | None = None) -> Factors:
+    """Return the factors of a graph.  calls: its ops, if they are known.  O(axes)."""
     found = Factors()
     for name, shape in shapes_of(graph).items():
         found.add(name, shape)
-    for call in calls_of(graph):
+    for call in calls if calls is not None else calls_of(graph):
         _unify(found, call)
-    return found
+    return found.settle()
 
 
 def _unify(factors: Factors, call: Call) -> None:

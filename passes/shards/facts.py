@@ -13,7 +13,7 @@ from autopart.passes.ops.row import MATMUL, VIEW
 from autopart.passes.shards.calls import ATTENTION, EMBEDDING, ENTROPY, Call
 from autopart.passes.shards.factors import Factors
 from autopart.passes.shards.states import CUT_KIND, State
-from autopart.passes.shards.strategies import NO_DIGIT, Strategy, digits_of, strategies
+from autopart.passes.shards.strategies import NO_DIGIT, Strategy, digits_of, every_way
 
 WAY_OUT = "use a tensor_parallel that divides it, or 1"
 
@@ -22,7 +22,8 @@ WAY_OUT = "use a tensor_parallel that divides it, or 1"
 class Facts:
     """What is known of a graph before its ops are gone through.
 
-    options: the ways to run each op.  weights: values that are made of one parameter by views and casts, with its name.
+    every, options: the ways to run each op, on any number of ranks and on these.  weights: values that are made of one
+    parameter by views and casts, with its name.
     made, summed: digits that a product makes from its weight, or sums over.  mixed: digits that some op with a gradient
     neither keeps apart nor sums in a product with a weight.  vocabulary: digits of words.  rows: digits of the batch.
     tokens: digits of tokens, those of most bytes first.  held: how a plan that was made holds parameters, and
@@ -31,6 +32,7 @@ class Facts:
 
     factors: Factors
     shards: int
+    every: dict[str, list[Strategy]] = field(default_factory=dict)
     options: dict[str, list[Strategy]] = field(default_factory=dict)
     weights: dict[str, str] = field(default_factory=dict)
     made: set[int] = field(default_factory=set)
@@ -73,7 +75,7 @@ def facts_of(graph: Graph, calls: Sequence[Call], factors: Factors, shards: int)
     for call in calls:
         if _is_derived(call, facts.weights):
             facts.weights[call.op.writes[0]] = facts.weights[call.reads[0]]
-        options = strategies(call, factors, 1)
+        options = facts.every[call.op.name] = every_way(call, factors)
         facts.options[call.op.name] = [
             each
             for each in options
@@ -171,7 +173,7 @@ def require_cuts(calls: Sequence[Call], facts: Facts) -> None:
         if place is None or call.row.family != MATMUL:
             continue
         summed = [digit for digit in facts.factors.flat(call.reads[place]) if digit in kept]
-        adding = {each.digit for each in strategies(call, facts.factors, 1) if not _cuts_all(each)}
+        adding = {each.digit for each in facts.every[call.op.name] if not _cuts_all(each)}
         summed = [digit for digit in summed if digit in adding]
         if summed and not any(map(facts.divides, summed)):
             sizes = " x ".join(str(facts.factors.size(digit)) for digit in summed)

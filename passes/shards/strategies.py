@@ -46,17 +46,28 @@ def uniform(call: Call, state: State) -> Strategy:
 
 
 def strategies(call: Call, factors: Factors, shards: int) -> list[Strategy]:
-    """Return all ways to run an op, the whole one first.  Random ops run whole: a part would draw other numbers."""
-    found = [uniform(call, WHOLE)]
+    """Return all ways to run an op on so many ranks, the whole one first."""
+    return [each for each in every_way(call, factors) if _divides(call, factors, each, shards)]
+
+
+def _divides(call: Call, factors: Factors, strategy: Strategy, shards: int) -> bool:
+    if strategy.digit == NO_DIGIT:
+        return True
+    pairs = (*zip(call.reads, strategy.reads, strict=True), *zip(call.op.writes, strategy.writes, strict=True))
+    fits = all(state.fits(call.shape(name), shards) for name, state in pairs)
+    return factors.size(strategy.digit) % shards == 0 and fits
+
+
+def every_way(call: Call, factors: Factors) -> list[Strategy]:
+    """Return all ways to run an op on some number of ranks.  Random ops run whole: a part would draw other numbers."""
+    found = dict.fromkeys([uniform(call, WHOLE)])
     if call.op.random or not call.op.writes:
-        return found
-    found.append(uniform(call, COPY))
-    for each in (*_special(call, factors), *_along_letters(call, factors), *_along_sections(call, factors)):
-        pairs = (*zip(call.reads, each.reads, strict=True), *zip(call.op.writes, each.writes, strict=True))
-        divides = factors.size(each.digit) % shards == 0
-        if divides and each not in found and all(state.fits(call.shape(name), shards) for name, state in pairs):
-            found.append(each)
-    return found + list(_of_addends(call))
+        return list(found)
+    found[uniform(call, COPY)] = None
+    found.update(dict.fromkeys(_special(call, factors)))
+    found.update(dict.fromkeys(_along_letters(call, factors)))
+    found.update(dict.fromkeys(_along_sections(call, factors)))
+    return [each for each in found if _divides(call, factors, each, 1)] + list(_of_addends(call))
 
 
 def digits_of(call: Call, factors: Factors) -> set[int]:

@@ -11,12 +11,15 @@ from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan
 from autopart.options import Options
 from autopart.passes.ops.cost_model import CostModel
+from autopart.passes.ops.table import op_name
 from autopart.passes.pipeline import PlannerInput
 from autopart.passes.program.schedules import find
 from autopart.passes.search.space import PlanRequest
+from autopart.passes.shards.calls import ATTENTION
 from autopart.passes.shards.choice import choose
 from autopart.passes.shards.costs import grouped, sharded_graph, spelled_out
 from autopart.passes.shards.states import CUT_KIND
+from autopart.passes.shards.strategies import DROPOUTS
 from autopart.passes.simulation.stage_costs import device_types
 
 
@@ -44,8 +47,12 @@ def _refusals(graph: Graph, options: Options, plan: Plan | None) -> Iterator[tup
     for op in graph.ops:
         if "batch_norm" in op.target and ("training", True) in op.attrs:
             yield f"batch statistics (module {op.module} at {op.where})", "put the norm into eval mode"
-        if op.random:
-            yield f"dropout (module {op.module} at {op.where})", "set its p to 0"
+        several = options.replicas not in (None, 1) or (
+            plan is not None and any(len(stage.ranks) > stage.shards for stage in plan.stages)
+        )
+        if op.random and (several or op_name(op.target) not in (*DROPOUTS, ATTENTION)):
+            both = " and replicas" if several else ""
+            yield f"random numbers{both} (module {op.module} at {op.where})", "set the p of dropout to 0"
     if graph.before:
         yield "a plan that begins behind frozen layers", "train all layers"
     if plan is not None:
@@ -66,7 +73,7 @@ def for_groups(
     graph = sharded_graph(asked.graph, cluster, shards)
     other = None if twin is None else sharded_graph(twin, cluster, shards)
     groups = grouped(cluster, shards)
-    request = replace(request, zero=0)
+    request = replace(request, zero=0, replicas=1 if any(op.random for op in asked.graph.ops) else request.replicas)
     model = CostModel(graph, other, device_types(groups))
     return replace(asked, graph=graph, cost_model=model), other, groups, request
 

@@ -18,9 +18,9 @@ from autopart.passes.shards.assignment import Assignment
 from autopart.passes.shards.calls import EXPANDS, Call, bounds_of, calls_of
 from autopart.passes.shards.choice import Held, choose
 from autopart.passes.shards.states import COPY, CUT_KIND, KEEP, WHOLE, State, transition
-from autopart.passes.shards.strategies import CLASSES, MEAN, ROWS, SECTION, SIZES, VOCABULARY, Strategy
+from autopart.passes.shards.strategies import CLASSES, DRAWN, MEAN, ROWS, SECTION, SIZES, VOCABULARY, Strategy
 from autopart.planning.derive.reduction import Layouts
-from autopart.runtime.stages.shard_group import ClassEntropy, Exchange, Members, RowEntropy, Vocabulary
+from autopart.runtime.stages.shard_group import ClassEntropy, Drawn, Exchange, Members, RowEntropy, Vocabulary
 from autopart.runtime.stages.stage_module import RecomputedGroup, StageModule
 
 _aten = torch.ops.aten
@@ -173,7 +173,9 @@ class _Shards:
             SIZES: self._sizes, SECTION: self._section, MEAN: self._mean,
             VOCABULARY: self._vocabulary, CLASSES: self._classes, ROWS: self._rows,
         }  # fmt: skip
-        if strategy.how and any(state.kind == CUT_KIND for state in (*strategy.reads, *strategy.writes)):
+        if strategy.how == DRAWN:
+            self._drawn(node, strategy.reads[0])
+        elif strategy.how and any(state.kind == CUT_KIND for state in (*strategy.reads, *strategy.writes)):
             changes[strategy.how](node)
 
     def _sizes(self, node: fx.Node) -> None:
@@ -220,9 +222,27 @@ class _Shards:
         found: Any = self._calls[node.name].arguments
         return found.get("ignore_index", -100), found.get("reduction", 1) == 1, found.get("label_smoothing", 0.0)
 
-    def _become(self, node: fx.Node, module: nn.Module) -> None:
-        """Replace an op of two tensors by a module."""
-        found = self._call(node, f"shard_{node.name}", module, *node.args[:2])
+    def _drawn(self, node: fx.Node, state: State) -> None:
+        """Draw for the whole tensor, in the order of its axes in memory when it was captured."""
+        (source,) = node.all_input_nodes
+        captured, result = self._captured_input(source), node.meta.get("val")
+        ndim = len(self._calls[node.name].shape(self._calls[node.name].reads[0]))
+        strides = captured.stride() if isinstance(captured, torch.Tensor) else range(ndim, 0, -1)
+        order = sorted(range(ndim), key=lambda axis: -strides[axis])
+        cut = (state.axis, state.before) if state.kind == CUT_KIND else None
+        self._become(node, Drawn(self._members, cut, order), node.args)
+        if isinstance(result, tuple | list):
+            made = self._module.graph.find_nodes(op="call_module", target=f"shard_{node.name}")[0]
+            self._held[made] = [self._held[made]] * len(result)
+
+    def _captured_input(self, node: fx.Node) -> Any:
+        """Return what was captured of a value, also behind an exchange."""
+        source: Any = node.args[0] if node.op == "call_module" and node.name.startswith("exchange") else node
+        return source.meta.get("val")
+
+    def _become(self, node: fx.Node, module: nn.Module, arguments: Sequence[Any] | None = None) -> None:
+        """Replace an op by a module that takes these arguments, by default its first two."""
+        found = self._call(node, f"shard_{node.name}", module, *(arguments or node.args[:2]))
         self._replace(node, found)
         found.meta["op"] = node.name
         self._module.graph.erase_node(node)

@@ -8,7 +8,7 @@ partial: a linear op of an addend gives an addend.  An op without letters runs w
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from autopart.passes.ops.letters import Shape
@@ -17,10 +17,12 @@ from autopart.passes.shards.calls import ATTENTION, EMBEDDING, ENTROPY, EXPANDS,
 from autopart.passes.shards.factors import Factors
 from autopart.passes.shards.states import COPY, PARTIAL, WHOLE, State, cut
 
-PLAIN, SIZES, MEAN, SECTION, VOCABULARY, CLASSES, ROWS = (
-    "", "sizes", "mean", "section", "vocabulary", "classes", "rows"
+PLAIN, SIZES, MEAN, SECTION, VOCABULARY, CLASSES, ROWS, DRAWN = (
+    "", "sizes", "mean", "section", "vocabulary", "classes", "rows", "drawn"
 )  # fmt: skip
 NO_DIGIT = -1
+DROPOUTS = ("dropout", "native_dropout")
+"""Random ops whose numbers depend on the shape of their operand, and on the order of its axes in memory, alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,8 @@ class Strategy:
     `NO_DIGIT` for none.  how: what changes in its call besides the operands: "sizes": it names the sizes of its result;
     "mean": its result is an addend of the mean once it is divided by the ranks; "section": bounds of slices are those
     of a part; "vocabulary": rows of a table that other ranks have count as zeros; "classes": a cross entropy over
-    classes of which each rank has some; "rows": its mean counts the rows of all ranks.
+    classes of which each rank has some; "rows": its mean counts the rows of all ranks; "drawn": it draws for the whole
+    tensor, of which each rank takes its part.
     """
 
     reads: tuple[State, ...]
@@ -59,10 +62,15 @@ def _divides(call: Call, factors: Factors, strategy: Strategy, shards: int) -> b
 
 
 def every_way(call: Call, factors: Factors) -> list[Strategy]:
-    """Return all ways to run an op on some number of ranks.  Random ops run whole: a part would draw other numbers."""
+    """Return all ways to run an op on some number of ranks.  Random ops run whole, or draw whole (`DROPOUTS`): a part
+    alone would draw other numbers."""
     found = dict.fromkeys([uniform(call, WHOLE)])
-    if call.op.random or not call.op.writes:
+    if not call.op.writes:
         return list(found)
+    if call.op.random:
+        drawn = call.name in DROPOUTS
+        ways = (*found, *_along_letters(call, factors)) if drawn else found
+        return [replace(each, how=DRAWN) for each in ways] if drawn else list(ways)
     found[uniform(call, COPY)] = None
     found.update(dict.fromkeys(_special(call, factors)))
     found.update(dict.fromkeys(_along_letters(call, factors)))

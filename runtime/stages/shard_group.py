@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from autopart.rng import keyed
 from autopart.runtime.activity import waiting
 from autopart.runtime.group.world import World
 
@@ -150,6 +151,31 @@ class _Exchanged(torch.autograd.Function):
 
 
 # -- ops that need more than their own part ---------------------------------------------------------------------------
+
+
+class Drawn(nn.Module):
+    """A random op that draws for a whole tensor, of which each member has a part.  cut: of its operand and results,
+    None where all have all.  order: of the axes in the memory of the operand in the whole program, since numbers are
+    drawn in that order."""
+
+    def __init__(self, members: Members, cut: Cut | None, order: Sequence[int]) -> None:
+        super().__init__()
+        self._members, self._cut, self._order = members, cut, tuple(order)
+
+    def forward(self, op: Any, number: int, tensor: torch.Tensor, *arguments: Any) -> Any:
+        """Return this member's part of what the op returns."""
+        members, cut = self._members, self._cut
+        local = list(tensor.shape)
+        size = local if cut is None else [s * members.count if n == cut[0] else s for n, s in enumerate(local)]
+        whole = torch.empty_permuted(size, self._order, dtype=tensor.dtype, device=tensor.device).fill_(1)
+        if cut is None:
+            whole.copy_(tensor)
+            return keyed(op, number, whole, *arguments)
+        axis, before = cut
+        _parts(members, cut, whole).select(axis + 1, members.index).copy_(torch.unflatten(tensor, axis, (before, -1)))
+        found = keyed(op, number, whole, *arguments)
+        own = partial(_slice, members, cut)
+        return own(found) if isinstance(found, torch.Tensor) else tuple(map(own, found))
 
 
 class Vocabulary(nn.Module):

@@ -61,6 +61,31 @@ def test_random_programs_are_exact_under_any_legal_assignment(program: tuple, se
     assert errors(captured, inputs, drawn(captured.graph, 2, seed)) < EXACT
 
 
+class Dropped(nn.Module):
+    """Dropout of probabilities, of a tensor whose axes lie in another order in memory, and of the residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out, self.head = nn.Linear(8, 24), nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.layer_norm(x, (8,))
+        q, k, v = self.qkv(x).view(2, 6, 3, 4, 2).permute(2, 0, 3, 1, 4).unbind(0)
+        found = nn.functional.dropout((q @ k.transpose(-2, -1)).softmax(-1), 0.3) @ v
+        mixed = nn.functional.dropout(found.transpose(1, 2), 0.3).reshape(2, 6, 8)
+        return self.head(x + nn.functional.dropout(self.out(mixed), 0.3)).square().mean()
+
+
+def test_dropout_draws_for_the_whole_tensor() -> None:
+    torch.manual_seed(0)
+    captured, inputs = captured_at(Dropped().double(), torch.randn(2, 6, 8, dtype=torch.double))
+    found = choose(captured.graph, 2)
+    assert found.pieces(captured.graph).keys() == {"qkv.weight", "qkv.bias", "out.weight"}
+    assert errors(captured, inputs, found) < EXACT
+    for seed in range(20):
+        assert errors(captured, inputs, drawn(captured.graph, 2, seed)) < EXACT, seed
+
+
 class Mixed(nn.Module):
     """A bias behind a product that sums over ranks, a table that is read whole and cut, a mean over what is cut, and
     labels of which one rank has none."""

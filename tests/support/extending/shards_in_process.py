@@ -7,6 +7,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
 import torch
 from torch import fx
 
@@ -19,12 +20,20 @@ from autopart.passes.shards.factors import factors_of
 from autopart.passes.shards.facts import row_digits
 from autopart.passes.shards.states import COPY, CUT_KIND, State
 from autopart.passes.shards.strategies import NO_DIGIT, Strategy, strategies
-from autopart.rng import micro_key
+from autopart.rng import keyed, micro_key
+from autopart.runtime.stages import shard_group
 from autopart.runtime.stages.stage_module import StageModule
 from autopart.stagecode.shards import shard_code
 from autopart.stagecode.split import cut
 
 Tensors = Mapping[str, torch.Tensor]
+_ONE_AT_A_TIME = threading.Lock()
+"""Threads share the generator of the process."""
+
+
+def _keyed(*args: Any, **kwargs: Any) -> Any:
+    with _ONE_AT_A_TIME:
+        return keyed(*args, **kwargs)
 
 
 class Group:
@@ -128,6 +137,7 @@ def errors(captured: Captured, inputs: Tensors, assignment: Assignment, group: G
         return cut(captured, ops, [graph.outputs[0]], torch.device("cpu"))
 
     found: list[Any] = [None] * count
+    patch = pytest.MonkeyPatch()
 
     def run(index: int) -> None:
         try:
@@ -139,11 +149,13 @@ def errors(captured: Captured, inputs: Tensors, assignment: Assignment, group: G
             found[index] = error
             group.barrier.abort()
 
+    patch.setattr(shard_group, "keyed", _keyed)
     threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    patch.undo()
     failures = [each for each in found if isinstance(each, BaseException)]
     for failure in sorted(failures, key=lambda each: isinstance(each, threading.BrokenBarrierError)):
         raise failure

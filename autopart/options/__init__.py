@@ -40,7 +40,7 @@ class OptionsDict(TypedDict, total=False):
     stages: Literal["auto"] | int | None
     micro_batches: Literal["auto"] | int | None
     replicas: Literal["auto"] | int | Sequence[int] | None
-    tensor_parallel: int
+    tensor_parallel: Literal["auto"] | int
     precision: Precision | torch.dtype | str | None
     optimizer: OptimizerLike | None
     schedule: str | Order | Schedule | None

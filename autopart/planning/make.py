@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass, replace
+from functools import partial
 
 import torch
 
@@ -52,7 +53,7 @@ from autopart.planning.restrictions import (
     with_more_rows,
     with_reduction,
 )
-from autopart.planning.shards import for_groups, for_ranks, require_shardable
+from autopart.planning.shards import fastest, require_shardable
 from autopart.runtime.activity import patient
 
 IDLE = 0.15
@@ -126,7 +127,7 @@ def _searched(captures: CaptureCache, batch: Batch, cluster: Cluster, options: O
     with _phase("capturing the model"):
         family = capture_family(captures, batch, first, other_sizes(splits, batch))
     require_something_to_train(family.base.graph)
-    if options.tensor_parallel > 1:
+    if options.tensor_parallel not in (1, "auto"):
         require_shardable(family.base.graph, options)
     # How the batch may be cut, and whether stages may have replicas.
     task = at_known_sizes(PlanningTask(family, splits, cluster, options, to_run))
@@ -175,12 +176,7 @@ def _built(task: PlanningTask, costs: CostedGraph) -> Plan:
     cost_model = CostModel(costs.graph, twin, device_types(task.cluster))
     group_ns = DEVICE_KINDS[task.cluster.kind].group_ns
     asked = PlannerInput(costs.graph, cost_model, torch.__version__, costs.source, group_ns)
-    shards, cluster = task.options.tensor_parallel, task.cluster
-    if shards > 1:
-        asked, twin, cluster, request = for_groups(asked, twin, cluster, request, shards)
-    plan = _found_or_built(asked, twin, cluster, request, task.options)
-    if shards > 1:
-        plan = for_ranks(plan, costs.graph, shards)
+    plan = fastest(asked, twin, task.cluster, request, task.options, partial(_found_or_built, options=task.options))
     precision = precision_of(task.options, None)
     if is_stand_in(precision, task.cluster.devices[0].device_type):
         notes = (*notes, "this torch has no CUDA: its casts are those of CPUs; to run it, plan again on the cluster")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from autopart.ir.cluster import Cluster
-from autopart.ir.errors import RefusedError
+from autopart.ir.errors import AutopartError, InfeasibleError, RefusedError, UsageError
 from autopart.ir.graph import Graph
-from autopart.ir.plan import Plan
+from autopart.ir.plan import Alternative, Plan
 from autopart.options import Options
 from autopart.passes.ops.cost_model import CostModel
 from autopart.passes.ops.table import op_name
@@ -21,6 +21,9 @@ from autopart.passes.shards.costs import grouped, sharded_graph, spelled_out
 from autopart.passes.shards.states import CUT_KIND
 from autopart.passes.shards.strategies import DROPOUTS
 from autopart.passes.simulation.stage_costs import device_types
+
+Find = Callable[[PlannerInput, Graph | None, Cluster, PlanRequest], Plan]
+"""Makes a plan, or finds it where plans are kept."""
 
 
 def require_shardable(graph: Graph, options: Options, plan: Plan | None = None) -> None:
@@ -64,6 +67,37 @@ def _refusals(graph: Graph, options: Options, plan: Plan | None) -> Iterator[tup
             (plan.provenance.precision != "fp32", f"precision {plan.provenance.precision}", "plan in fp32"),
         )
         yield from ((what, fix) for present, what, fix in planned if present)
+
+
+def fastest(
+    asked: PlannerInput, twin: Graph | None, cluster: Cluster, request: PlanRequest, options: Options, find_plan: Find
+) -> Plan:
+    """Return the plan for as many ranks in a group as the options say, or the fastest of those that fit into the
+    innermost level; the others are its alternatives.  find_plan: makes a plan.  Raises as it does, and RefusedError."""
+    wanted = options.tensor_parallel
+    level = cluster.levels[0].size
+    tried = [n for n in range(1, level + 1) if not level % n and not cluster.world % n]
+    plans, failures = list[tuple[int, Plan]](), list[AutopartError]()
+    for shards in (wanted,) if isinstance(wanted, int) else tried:
+        try:
+            if shards == 1:
+                plans.append((1, find_plan(asked, twin, cluster, request)))
+            else:
+                require_shardable(asked.graph, options)
+                found = find_plan(*for_groups(asked, twin, cluster, request, shards))
+                plans.append((shards, for_ranks(found, asked.graph, shards)))
+        except (RefusedError, InfeasibleError, UsageError) as failure:
+            failures.append(failure)
+    if not plans:
+        raise failures[0]
+    shards, best = min(plans, key=lambda each: each[1].step_ns)
+    others = tuple(
+        Alternative(f"tensor_parallel={n}", plan.step_ns, f"{plan.step_ns / max(1, best.step_ns) - 1:+.1%}")
+        for n, plan in plans
+        if n != shards
+    )
+    alternatives = (*best.outlook.alternatives, *others)
+    return replace(best, outlook=replace(best.outlook, alternatives=alternatives)) if others else best
 
 
 def for_groups(

@@ -236,6 +236,17 @@ def test_what_does_not_run_with_tensor_parallelism_is_refused_by_name(given: dic
         autopart.plan(gpt(), **options(4, tensor_parallel=2, **given))
 
 
+def test_auto_takes_the_fastest_of_all_that_fit_and_shows_the_others() -> None:
+    plans = {n: autopart.plan(gpt(), **options(4, tensor_parallel=n, stages=1)) for n in (1, 2, 4, "auto")}
+    best = plans["auto"]
+    assert best.step_ns == min(plan.step_ns for plan in plans.values())
+    others = {other.name: other.step_ns for other in best.outlook.alternatives if "tensor_parallel" in other.name}
+    expected = {
+        f"tensor_parallel={n}": plan.step_ns for n, plan in plans.items() if n not in ("auto", best.decision.shards)
+    }
+    assert others == expected
+
+
 def test_groups_lie_inside_of_the_innermost_level() -> None:
     with pytest.raises(autopart.UsageError, match="tensor_parallel is 2, and the innermost level"):
         autopart.plan(gpt(), **options(3, tensor_parallel=2))

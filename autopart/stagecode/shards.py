@@ -132,7 +132,7 @@ class _Shards:
             return
         strategy = self._assignment.strategies.get(node.name)
         if strategy is None:  # what adjusts a value by a number of the micro-batch
-            (arg,) = [arg for arg in node.all_input_nodes if self._tensor(arg)]
+            (arg,) = [arg for arg in node.all_input_nodes if not arg.name.startswith("number_")]
             node.replace_input_with(arg, self._as(node, arg, WHOLE))
             self._held[node] = WHOLE, self._held[arg][1]
             return
@@ -141,9 +141,6 @@ class _Shards:
         node.args, node.kwargs = args, kwargs
         self._held[node] = strategy.writes[0], node.name in self.grads
         self._change(node, strategy)
-
-    def _tensor(self, node: fx.Node) -> bool:
-        return not node.name.startswith("number_")
 
     def _as(self, reader: fx.Node, value: fx.Node, wanted: State) -> fx.Node:
         """Return a value in the state that a reader wants; once for all readers that want it."""
@@ -163,9 +160,6 @@ class _Shards:
         with self._module.graph.inserting_before(before):
             return self._module.graph.call_module(name, args)
 
-    def _local(self, name: str) -> list[int]:
-        return list(self._assignment.local_shape(name, self._calls[name].shape(name)))
-
     # -- ops that are called otherwise -------------------------------------------------------------------------------
 
     def _change(self, node: fx.Node, strategy: Strategy) -> None:
@@ -181,7 +175,8 @@ class _Shards:
     def _sizes(self, node: fx.Node) -> None:
         expands = self._calls[node.name].name in EXPANDS
         node.target = _aten.expand.default if expands else _aten.reshape.default
-        node.args, node.kwargs = (node.args[0], self._local(node.name)), {}
+        local = self._assignment.local_shape(node.name, self._calls[node.name].shape(node.name))
+        node.args, node.kwargs = (node.args[0], list(local)), {}
 
     def _section(self, node: fx.Node) -> None:
         call, count = self._calls[node.name], self._members.count
@@ -225,7 +220,7 @@ class _Shards:
     def _drawn(self, node: fx.Node, state: State) -> None:
         """Draw for the whole tensor, in the order of its axes in memory when it was captured."""
         (source,) = node.all_input_nodes
-        captured, result = self._captured_input(source), node.meta.get("val")
+        captured, result = _captured(source), node.meta.get("val")
         ndim = len(self._calls[node.name].shape(self._calls[node.name].reads[0]))
         strides = captured.stride() if isinstance(captured, torch.Tensor) else range(ndim, 0, -1)
         order = sorted(range(ndim), key=lambda axis: -strides[axis])
@@ -235,17 +230,18 @@ class _Shards:
             made = self._module.graph.find_nodes(op="call_module", target=f"shard_{node.name}")[0]
             self._held[made] = [self._held[made]] * len(result)
 
-    def _captured_input(self, node: fx.Node) -> Any:
-        """Return what was captured of a value, also behind an exchange."""
-        source: Any = node.args[0] if node.op == "call_module" and node.name.startswith("exchange") else node
-        return source.meta.get("val")
-
     def _become(self, node: fx.Node, module: nn.Module, arguments: Sequence[Any] | None = None) -> None:
         """Replace an op by a module that takes these arguments, by default its first two."""
         found = self._call(node, f"shard_{node.name}", module, *(arguments or node.args[:2]))
         self._replace(node, found)
         found.meta["op"] = node.name
         self._module.graph.erase_node(node)
+
+
+def _captured(node: fx.Node) -> Any:
+    """Return what was captured of a value, also behind an exchange."""
+    source: Any = node.args[0] if node.op == "call_module" and node.name.startswith("exchange") else node
+    return source.meta.get("val")
 
 
 def _moves(held: State, wanted: State) -> Iterator[tuple[str, tuple[int, int], tuple[int, int]]]:

@@ -43,7 +43,6 @@ def _refusals(graph: Graph, options: Options, plan: Plan | None) -> Iterator[tup
         (options.backend != "eager", "compiled stages", 'use backend="eager"'),
         (options.master_weights, "master weights", "use master_weights=False"),
         (options.weights is not None, "weights=", "build the model with values"),
-        (options.precision not in (None, "fp32"), f"precision {options.precision}", 'use precision="fp32"'),
         (options.schedule != "auto" and not find(options.schedule).synchronous, options.schedule, 'use "1f1b"'),
     )
     yield from ((what, fix) for present, what, fix in given if present)
@@ -64,7 +63,6 @@ def _refusals(graph: Graph, options: Options, plan: Plan | None) -> Iterator[tup
             (decision.zero == 1, "shared optimizer state", "plan with zero=0"),
             (bool(decision.token_slices), "slices of sequences", "plan without token_slices"),
             (not find(decision.schedule).synchronous, f"schedule {decision.schedule}", 'plan with "1f1b"'),
-            (plan.provenance.precision != "fp32", f"precision {plan.provenance.precision}", "plan in fp32"),
         )
         yield from ((what, fix) for present, what, fix in planned if present)
 

@@ -15,6 +15,7 @@ from torch import fx, nn
 from torch.autograd import forward_ad
 from torch.export.graph_signature import OutputKind
 from torch.fx import graph_module
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from autopart.batch.batch import Batch
 from autopart.capture.gc_pause import gc_paused
@@ -154,7 +155,8 @@ def _capture(
     wrapper = Wrapper(model, sample, batch, loss_fn, wants_outputs=mode == "predict", autocast=autocast)
     with patched(), _transforms_closed():
         traced = moved(wrapper, sample, there) if there != device or comes else contextlib.nullcontext(sample)
-        with quiet(), _training_flags(wrapper, model, evaluate=mode != "step"), traced as given:
+        flags = _training_flags(wrapper, model, evaluate=mode != "step")
+        with quiet(), flags, _use_lazy_graph_module(True), traced as given:  # code is made when it runs
             program, module = _lowered(model, export(wrapper, given))
         if there != device:
             brought_back(module, device)

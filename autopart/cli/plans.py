@@ -12,9 +12,12 @@ from typing import Annotated, Any
 import typer
 
 from autopart import api
+from autopart.batch.batch import flatten
 from autopart.cli.flags import ClusterName, ModelName, Rows, Seed, Tokens, TraceFile, takes_option_flags, wished
 from autopart.cli.model_loader import Subject, load_model
 from autopart.cli.output import Json, Progress, print_json, say
+from autopart.extras.export.formats import FORMATS, exported
+from autopart.extras.export.hand import hand_options
 from autopart.files.plans import load_plan, save_plan
 from autopart.files.schedule_csv import save_schedule_csv
 from autopart.files.traces import load_trace
@@ -44,6 +47,18 @@ WhatIf = Annotated[
         help="Print what the plan with these options would take beside the chosen one; repeat for others",
     ),
 ]
+Export = Annotated[
+    str | None, typer.Option("--export", metavar="|".join(FORMATS), help="Print the plan in another trainer's words")
+]
+Hand = Annotated[
+    str | None,
+    typer.Option(
+        "--hand",
+        metavar="layout=Et*6|t*6L,dp=2,...",
+        help="Print what this plan in Megatron's words would take beside the chosen one: layout or pp, vpp, dp, mbs, "
+        "recompute, zero",
+    ),
+]
 MoreWords = Annotated[list[str] | None, typer.Argument(metavar="OPTION=VALUE", hidden=True)]
 """The words after --what-if stages=4."""
 
@@ -58,6 +73,8 @@ def plan(
     tokens: Tokens = None,
     compare: Compare = None,
     what_if: WhatIf = None,
+    export: Export = None,
+    hand: Hand = None,
     out: Annotated[Path | None, typer.Option(help="Write the plan here, as JSON")] = None,
     trace: TraceFile = None,
     as_json: Json = False,
@@ -67,18 +84,21 @@ def plan(
     The plan is written to --out.  With --json the table is printed as JSON.  With --compare or --what-if there is a
     line for each plan instead.
     """
-    _require_no_words(words, compare, what_if, out, trace)
+    _require_no_words(words, compare, [*(what_if or ()), *([hand] if hand else ())], out, trace)
     subject = _loaded(model, flags, rows, tokens)
     options = read_options(loss_fn=subject.loss_fn, watch=Progress(), **flags)
     if compare is not None:
         return _compare_clusters(subject, compare, options, as_json=as_json)
     if what_if is not None:
         return _compare_wishes(subject, cluster, flags, [*what_if, *(words or ())], as_json=as_json)
+    if hand is not None:
+        asked = hand_options(hand, subject.model, flatten(subject.batch).rows or 1)
+        return _compare(subject, cluster, [("chosen", flags), ("by hand", flags | asked)], as_json=as_json)
     made, graph, step = _planned(subject, cluster, options, simulate=trace is not None)
     if as_json:
         print_json(plan_facts(made, graph))
     else:
-        say(stage_table(made, graph))
+        say(stage_table(made, graph) if export is None else exported(made, graph, export))
     if out is not None:
         save_plan(made, out)
         say(f"plan written to {out}", err=as_json)
@@ -232,6 +252,11 @@ def _compare_wishes(subject: Subject, cluster: str, flags: dict[str, Any], wishe
     """
     texts = [" ".join(wishes)] if any("=" in word and " " not in word for word in wishes[1:]) else wishes
     asked = [("chosen", flags), *((text, {**flags, **wished(text.split())}) for text in texts)]
+    _compare(subject, cluster, asked, as_json=as_json)
+
+
+def _compare(subject: Subject, cluster: str, asked: list[tuple[str, dict[str, Any]]], *, as_json: bool) -> None:
+    """Print a line for the plan under each of these flags, by name."""
     questions = [
         (name, cluster, read_options(loss_fn=subject.loss_fn, watch=Progress(), **options)) for name, options in asked
     ]

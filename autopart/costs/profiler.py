@@ -3,7 +3,11 @@
 An op that is measured alone finds its operands in the cache and memory that was just freed.  Here one micro-batch runs
 forward op by op and backward node by node of autograd, gradients accumulating as in a step.  Then the program runs
 without timers, and the times are scaled by one factor for the forward and one for the backward, so that they add up to
-its time: the time of the engine and the allocator between ops is spread over the ops.
+its time: the time of the engine and the allocator between ops is spread over the ops.  Equal ops of equal layers share
+their samples, so that a deep model needs few runs.
+
+A measurement that another program disturbed shows, since the same program is measured twice, with timers and without:
+as long as the two disagree it is measured again, and where they never agree the plan has a note, and nothing is kept.
 
 This is wrong if times depend on the inputs: integers are 0, floats around 1.  A program that is too large or too slow
 for this process, or that does not run on such inputs, is left to `measure`.
@@ -12,9 +16,11 @@ for this process, or that does not run on such inputs, is left to `measure`.
 from __future__ import annotations
 
 import copy
+import re
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -29,12 +35,16 @@ from autopart.costs import measure
 from autopart.costs.measure import clocked, environment, made_up, wait_for
 from autopart.files.caches import OpTimes, keep_times, read_times
 from autopart.ir.cluster import Device
-from autopart.ir.graph import Graph
+from autopart.ir.graph import Graph, Op
 from autopart.passes.ops.analytic_costs import analytic_costs
 from autopart.runtime.stages import products
 
 _RUNS = 5
-"""Most runs with timers and without, each after one to warm up; medians count."""
+"""Most runs with timers and without that are made to have more samples, after one to warm up."""
+_SHARE = 3
+"""More samples are taken in a third of the budget; the rest is for measurements that disagree."""
+_AGREE = 1.25
+"""Largest quotient of two measurements of one program that agree."""
 _MEMORY_SHARE = 3
 """A program that needs more than a third of the device's memory is not run."""
 
@@ -47,18 +57,20 @@ def profile_costs(captured: Captured, device: Device) -> tuple[Graph, tuple[str,
     """
     if any(tensor.is_meta for tensor in captured.tensors.values()):
         return None  # there may be no memory for the whole program
-    graph, kept = analytic_costs(captured.graph, device), read_times(environment(device))
+    graph, kept, doubt = analytic_costs(captured.graph, device), read_times(environment(device)), ""
     keys = {op.name: f"{graph.shape_digest()[:16]} {i}" for i, op in enumerate(graph.ops)}
     times = {name: kept[key] for name, key in keys.items() if key in kept}
     if len(times) < len(keys):
         can_run = affordable(graph, device, measure.BUDGET_S)
         found = _profiled(captured, torch.device(device.device_type)) if can_run else None
-        if found is None or not keys.keys() <= found.keys():
+        if found is None or not keys.keys() <= found.times.keys():
             return None
-        times = {name: found[name] for name in keys}
-        keep_times(environment(device), {key: times[name] for name, key in keys.items()})
+        times, doubt = {name: found.times[name] for name in keys}, found.doubt
+        if not doubt:
+            keep_times(environment(device), {key: times[name] for name, key in keys.items()})
     ops = (replace(op, cost=replace(op.cost, fwd_ns=times[op.name][0], bwd_ns=times[op.name][1])) for op in graph.ops)
-    return replace(graph, ops=tuple(ops)), (f"costs: measured in the running program, {len(times)} ops",)
+    notes = (f"costs: measured in the running program, {len(times)} ops", doubt)
+    return replace(graph, ops=tuple(ops)), tuple(filter(None, notes))
 
 
 def affordable(graph: Graph, device: Device, budget_s: float) -> bool:
@@ -68,13 +80,22 @@ def affordable(graph: Graph, device: Device, budget_s: float) -> bool:
     return held_bytes * _MEMORY_SHARE <= device.memory_bytes and expected_s <= budget_s / 4
 
 
-def _profiled(captured: Captured, where: torch.device) -> dict[str, OpTimes] | None:
+@dataclass(frozen=True)
+class Profile:
+    """The times of each call, and a note if measurements of the program disagree ("")."""
+
+    times: dict[str, OpTimes]
+    doubt: str = ""
+
+
+def _profiled(captured: Captured, where: torch.device) -> Profile | None:
     """Return the times of each op, or None if the program does not run with made-up inputs."""
     try:
         made = made_up_inputs(captured, where)
         inputs = [made[node.name] for node in captured.module.graph.find_nodes(op="placeholder")]
         loss_at = len(captured.names.updates)  # new values of buffers come first
-        return profile_code(Program(_on(captured.module, where), inputs, loss_at, where), measure.BUDGET_S)
+        program = Program(_on(captured.module, where), inputs, loss_at, where)
+        return profile_code(program, measure.BUDGET_S, _alike(captured.graph))
     except Exception:  # an op may reject made-up inputs
         return None
 
@@ -95,26 +116,71 @@ def made_up_inputs(captured: Captured, where: torch.device) -> dict[str, torch.T
     return found
 
 
-def profile_code(program: Program, budget_s: float) -> dict[str, OpTimes]:
+def _alike(graph: Graph) -> dict[str, Hashable]:
+    """Return by op what is equal for equal ops at one place of equal layers.  O(reads)."""
+    values, params = graph.value_map(), graph.param_map()
+
+    def key(op: Op) -> Hashable:
+        read = [(v.shape, v.dtype, v.grad) for v in map(values.__getitem__, op.reads)]
+        held = [(p.shape, p.dtype, p.trainable) for p in map(params.__getitem__, op.params)]
+        attrs = re.sub(r"'%[^']*'", "%", repr(op.attrs))
+        return op.target, re.sub(r"\.\d+", ".*", op.module), op.where, attrs, repr((read, held))
+
+    return {op.name: key(op) for op in graph.ops}
+
+
+def profile_code(program: Program, budget_s: float, alike: Mapping[str, Hashable] | None = None) -> Profile:
     """Return the times of each call in the code of a program, which add up to the time of the whole.
 
-    budget_s: seconds after which no other run is begun.  Raises what the code raises.
+    budget_s: seconds after which no other run is begun.  alike: equal for calls that share samples, by name.  Raises
+    what the code raises.
     """
-    deadline = time.monotonic() + budget_s
-    by_op, whole = [], []
-    for run in range(_RUNS + 1):
+    began = time.monotonic()
+    program.run()
+    whole: list[OpTimes] = []
+    timed: list[tuple[dict[str, int], dict[str, int]]] = []
+    while True:
+        timed.append(program.run_timed())
         whole.append(program.run())
-        by_op.append(program.run_timed())
-        if run and time.monotonic() > deadline:
+        spent = time.monotonic() - began
+        sums = [sum(forward.values()) + sum(backward.values()) for forward, backward in timed]
+        doubt = _disagreement([sum(run) for run in whole], sums)
+        enough = len(whole) >= _RUNS or spent > budget_s / _SHARE
+        if (enough and not doubt) or spent > budget_s:
             break
     names = [node.name for node in program.module.graph.nodes if node.op in ("call_function", "call_module")]
-    times = [
-        {name: statistics.median(run[phase].get(name, 0) for run in by_op[1:]) for name in names} for phase in (0, 1)
-    ]
-    totals = [statistics.median(run[phase] for run in whole[1:]) for phase in (0, 1)]
-    factors = [total / max(1.0, sum(part.values())) for total, part in zip(totals, times, strict=True)]
-    forward, backward = ({name: round(times[phase][name] * factors[phase]) for name in names} for phase in (0, 1))
-    return {name: (max(1, forward[name]), backward[name]) for name in names}  # every op takes time
+    fair = [run for run, taken in zip(timed, sums, strict=True) if taken <= _AGREE * min(sums)]
+    parts = [_medians(names, [run[phase] for run in fair], alike or {}) for phase in (0, 1)]
+    totals = [sorted(run[phase] for run in whole)[(len(whole) - 1) // 2] for phase in (0, 1)]
+    factors = [total / max(1.0, sum(part.values())) for total, part in zip(totals, parts, strict=True)]
+    forward, backward = ({name: round(parts[phase][name] * factors[phase]) for name in names} for phase in (0, 1))
+    return Profile({name: (max(1, forward[name]), backward[name]) for name in names}, doubt)  # every op takes time
+
+
+def _medians(
+    names: Sequence[str], runs: Sequence[Mapping[str, int]], alike: Mapping[str, Hashable]
+) -> dict[str, float]:
+    """Return the median time of each call, over all runs and all calls that are alike."""
+    samples: defaultdict[Hashable, list[int]] = defaultdict(list)
+    for name in names:
+        samples[alike.get(name, name)].extend(run.get(name, 0) for run in runs)
+    medians = {key: statistics.median(each) for key, each in samples.items()}
+    return {name: medians[alike.get(name, name)] for name in names}
+
+
+def _disagreement(whole: Sequence[int], timed: Sequence[int]) -> str:
+    """Return a note if no two measurements of a program agree, "" if two do.  Disturbances only ever add time, so the
+    least two count: of runs without timers, or one without and one with."""
+    first, *others = sorted(whole)
+    others += timed
+    off = min((max(first, other) / max(1, min(first, other)) for other in others), default=1.0)
+    if off <= _AGREE:
+        return ""
+    measured = sorted([*whole, *timed])
+    return (
+        f"costs: measurements of this program disagree, {measured[0] / 1e6:.1f} to {measured[-1] / 1e6:.1f} ms: other "
+        "programs ran beside it, so its predictions may be as far off; plan again on an idle machine"
+    )
 
 
 @dataclass(frozen=True)

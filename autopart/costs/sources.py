@@ -13,13 +13,15 @@ from dataclasses import dataclass, replace
 import torch
 
 from autopart.capture import Captured
+from autopart.costs import measure
 from autopart.costs.measure import measure_costs
-from autopart.costs.profiler import profile_costs
+from autopart.costs.profiler import affordable, profile_costs
 from autopart.ir.cluster import Device
 from autopart.ir.errors import GraphError, UsageError
 from autopart.ir.graph import Cost, Graph, check_cost
 from autopart.passes.ops.analytic_costs import analytic_costs
 from autopart.passes.ops.casts import without_casts
+from autopart.passes.ops.cost_model import CostModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,17 +74,36 @@ def source_for(source: str | CostSource, backend: str) -> str | CostSource:
     return "compiled" if backend == "inductor" and source in ("auto", "measured") else source
 
 
-def costed(captured: Captured, device: Device, source: str | CostSource) -> CostedGraph:
-    """Return the captured graph with costs from a source.
+def costed(
+    captured: Captured, device: Device, source: str | CostSource, known: CostedGraph | None = None
+) -> CostedGraph:
+    """Return the captured graph with costs from a source.  known: from the same source, of the program at another size.
 
     Raises UsageError if a user's source returns something else than the captured graph with costs.
     """
+    if known is not None and source in ("auto", "measured") and _follow(known.graph, captured, device):
+        return _scaled(known, captured, device)
     function = COST_SOURCES[source] if isinstance(source, str) else source
     name = source if isinstance(source, str) else getattr(source, "__name__", type(source).__name__)
     found = function(captured, device)
     if function not in (analytic, measured, auto):
         _check(found, captured.graph, name)
     return replace(found, source=found.source or name)
+
+
+def _follow(known: Graph, captured: Captured, device: Device) -> bool:
+    """Return whether costs follow from known ones: at their size the program can be run, here that takes too long."""
+    fast, slow = (affordable(analytic_costs(g, device), device, measure.BUDGET_S) for g in (known, captured.graph))
+    return fast and not slow
+
+
+def _scaled(known: CostedGraph, captured: Captured, device: Device) -> CostedGraph:
+    """Return a captured graph with costs that follow from those at another size."""
+    graph = captured.graph
+    costs = CostModel(known.graph, graph, (device,)).graph(graph.size, 0).op_map()
+    ops = tuple(replace(op, cost=costs[op.name].cost) for op in graph.ops)
+    note = f"costs: those at {graph.size} follow from those at {known.graph.size}, since a run takes too long"
+    return replace(known, graph=without_casts(replace(graph, ops=ops)), notes=(*known.notes, note))
 
 
 def _check(found: object, captured: Graph, name: str) -> None:

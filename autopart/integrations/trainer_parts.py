@@ -64,7 +64,7 @@ _REASONS = {
     "label_smoothing_factor": _INSIDE,
     "fp16": ("the scale of the loss belongs to the pipeline there", "use bf16=True"),
     "auto_find_batch_size": ("the plan is made to fit the memory", "drop it"),
-    "neftune_noise_alpha": ("it adds a hook to the embedding, which would run once", "add the noise in forward()"),
+    "neftune_noise_alpha": ("NEFTune hooks the embedding; that would run once", "add the noise in forward()"),
     "optim": (_UNKNOWN[0], f"use one of {', '.join(VALUES['optim'])}, or override create_optimizer"),
     **dict.fromkeys(("fsdp", "deepspeed"), ("they shard the model too", "drop it: the plan shares memory")),
 }

@@ -324,7 +324,10 @@ class Options:
     cache: bool = option(
         "reuse the plan that answered the same question before; False searches again", _FLAG, default=True
     )
-    watch: Watch | None = option("watch(phase, best step in ns or 0, lower bound in ns or 0), called during the search")
+    watch: Watch | None = option(
+        "watch(phase, best step in ns or 0, lower bound in ns or 0), called during the search",
+        Values(callable, "pass a function: watch=lambda phase, best_ns, bound_ns: print(phase)"),
+    )
     rows_axis: Mapping[str, int | None] = option(
         'axis on which inputs have rows, None for an input without: {"positions": 1, "weights": None}; of others, '
         "those whose axis 0 has as many entries as most others' are taken to have rows there",

@@ -44,9 +44,11 @@ from autopart.planning.derive.token_axis import AskedSlices, asked_slices, seque
 from autopart.planning.notes import moving, notes_on
 from autopart.planning.restrictions import (
     PlanningTask,
+    Tell,
     at_known_sizes,
     first_size,
     needs_more_rows,
+    nobody,
     other_sizes,
     ways_to_split,
     weaker,
@@ -63,7 +65,6 @@ SETTLED, CLEARLY = 3, 0.95
 to cut the batch must be promised to become one of them."""
 LONG = 64
 """Tokens of a sequence from which slices are suggested."""
-
 
 RUN_ORDERS = ("eager",)
 """Backends for whose stages the planner may choose split backwards and several stages a rank by itself."""
@@ -94,10 +95,17 @@ class Planned:
 
 
 def make_plan(
-    captures: CaptureCache, batch: Batch, cluster: Cluster, options: Options, *, to_run: bool = True
+    captures: CaptureCache,
+    batch: Batch,
+    cluster: Cluster,
+    options: Options,
+    *,
+    to_run: bool = True,
+    tell: Tell = nobody,
 ) -> Planned:
     """Plan a model for batches like `batch` on `cluster`.  to_run: only plans that the runtime can run, exactly.
 
+    tell: is told the likely size of the plan as soon as that is known, so that other ranks can capture meanwhile.
     Raises CaptureError, RefusedError, UsageError, PlanError, InfeasibleError.
     """
     given = read_plan(options)
@@ -107,30 +115,35 @@ def make_plan(
         precision_of(options, given), cluster.devices[0].device_type, values_come=options.weights is not None
     )
     if given:
+        tell(Size(max(given.micro_rows)))
         return _given(given, captures, batch, cluster, options)
     try:
-        return _searched(captures, batch, cluster, options, to_run=to_run)
+        return _searched(captures, batch, cluster, options, to_run, tell)
     except (CaptureError, RefusedError) as refusal:
         if options.micro_batches is not None or batch.rows in (None, 1):
             raise
         try:  # the whole batch may still run
-            found = _searched(captures, batch, cluster, replace(options, micro_batches=1), to_run=to_run)
+            found = _searched(captures, batch, cluster, replace(options, micro_batches=1), to_run, tell)
         except AutopartError:
             raise refusal from None
         return replace(found, plan=found.plan.with_notes(f"only one micro-batch was tried: {refusal.what}"))
 
 
-def _searched(captures: CaptureCache, batch: Batch, cluster: Cluster, options: Options, *, to_run: bool) -> Planned:
+def _searched(
+    captures: CaptureCache, batch: Batch, cluster: Cluster, options: Options, to_run: bool, tell: Tell
+) -> Planned:
     # The program at every size that micro-batches may have, from captures at two sizes.
     splits = ways_to_split(batch, options.micro_batches)
     first = first_size(splits, batch, cluster, options)
+    if len({max(micro_rows) for micro_rows in splits}) == 1:
+        tell(Size(max(splits[0])))
     with _phase("capturing the model"):
         family = capture_family(captures, batch, first, other_sizes(splits, batch))
     require_something_to_train(family.base.graph)
     if options.tensor_parallel not in (1, "auto"):
         require_shardable(family.base.graph, options)
     # How the batch may be cut, and whether stages may have replicas.
-    task = at_known_sizes(PlanningTask(family, splits, cluster, options, to_run))
+    task = at_known_sizes(PlanningTask(family, splits, cluster, options, to_run, tell=tell))
     # How the losses of parts of the batch combine, or a refusal.
     task, reduction = with_reduction(task, family, splits)
     # Whether sequences may be cut, if token_slices= asks for it.
@@ -163,9 +176,9 @@ def _require_runnable(given: Plan | None, options: Options) -> None:
 
 
 @_phase("taking the costs of its ops")
-def _costs(task: PlanningTask) -> CostedGraph:
+def _costs(task: PlanningTask, known: CostedGraph | None = None) -> CostedGraph:
     source = source_for(task.options.costs, task.options.backend)
-    return costed(task.family.base, task.cluster.devices[0], source)
+    return costed(task.family.base, task.cluster.devices[0], source, known)
 
 
 @_phase("searching a plan")
@@ -270,11 +283,12 @@ def _at_own_size(task: PlanningTask, costs: CostedGraph, plan: Plan, reduction: 
     task, plan = _with_enough_rows(task, costs, plan)
     family = task.family
     size = Size(max(plan.micro_rows))
+    task.tell(size)
     captured = family.base
     if family.other is not None and size != captured.graph.size:
         if not family.on_meta:
             own = replace(task, family=family.based_at(size), splits=(plan.micro_rows,))
-            measured = _costs(own)
+            measured = _costs(own, costs)
             task, plan = _with_enough_rows(own, measured, _built(own, measured))
             captured, costs = own.family.base, measured
         else:

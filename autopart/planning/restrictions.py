@@ -6,7 +6,7 @@ plan; if an option asks for what the model does not allow, it is refused instead
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autopart.batch.batch import Batch, split_rows
@@ -20,6 +20,7 @@ from autopart.planning.derive.family import ProgramFamily
 from autopart.planning.derive.reduction import WHOLE, coupling_ops, loss_reduction
 from autopart.planning.derive.token_axis import WHOLE_SEQUENCES, AskedSlices
 
+Tell = Callable[[Size], None]
 MOST_MICRO_BATCHES = 1 << 16
 """Most micro-batches that the planner chooses by itself."""
 Splits = tuple[tuple[int, ...], ...]
@@ -35,13 +36,18 @@ MOST_UNCUT = 8
 ANOTHER_PROGRAM = "on a single row the model runs other operations"
 
 
+def nobody(size: Size) -> None:
+    """Tell nobody."""
+
+
 @dataclass(frozen=True)
 class PlanningTask:
     """What to plan: the programs of a model at several sizes, the ways to cut its batch, and the options.
 
     family: its base is the program whose costs are taken.  splits: the ways to cut the batch to choose from.  to_run:
     only plans that are exact at run time.  notes: on restrictions, for the plan.  least_rows: fewest rows of a
-    micro-batch that a replica may have, if it has any.  uncut: values that must not pass between stages.
+    micro-batch that a replica may have, if it has any.  uncut: values that must not pass between stages.  tell: is told
+    the size at which the plan is likely to run, as soon as that is known.
     """
 
     family: ProgramFamily
@@ -53,6 +59,7 @@ class PlanningTask:
     slices: AskedSlices = WHOLE_SEQUENCES
     least_rows: int = 1
     uncut: tuple[str, ...] = ()
+    tell: Tell = nobody
 
 
 # ---- ways to cut the batch -------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Self
@@ -18,12 +18,12 @@ from autopart.capture.python.guards import tied_names
 from autopart.costs.sources import CostedGraph
 from autopart.ir.cluster import Cluster
 from autopart.ir.graph import Graph, Size
-from autopart.ir.plan import Plan
+from autopart.ir.plan import Plan, Precision
 from autopart.ir.timeline import Span
 from autopart.options import Options
 from autopart.passes.program.routing import homes
 from autopart.planning.derive.reduction import BatchRule
-from autopart.planning.make import Planned, make_plan, read_plan
+from autopart.planning.make import Planned, make_plan, precision_of, read_plan
 from autopart.report.plan_table import summary
 from autopart.runtime.activity import patient, set_activity, set_rank_label
 from autopart.runtime.group.world import World
@@ -173,18 +173,17 @@ class Session:
 
         def made() -> tuple[Plan, BatchRule]:
             nonlocal mine
-            with patient("planning"):
-                mine = make_plan(self.captures, batch, self.cluster, options)
+            with patient("planning"), self._telling(options) as tell:
+                mine = make_plan(self.captures, batch, self.cluster, options, tell=tell)
             return mine.plan, mine.rule
 
+        if self.world.rank:
+            self._capture_early(batch)
         decided, rule = from_rank(self.world, 0, "planning", made)
         began = time.perf_counter()
         with together(self.world, "capturing the model"), patient("capturing the model"):
             if mine is None:
-                comes = self.options.weights is not None
-                self.captures.run_in(
-                    decided.provenance.precision, self.cluster.devices[0].device_type, values_come=comes
-                )
+                self._run_in(decided.provenance.precision)
                 mine = Planned(decided, self.captures(batch, Size(max(decided.micro_rows))), rule)
             batch = self.captures.judged(batch)
             fingerprint = (
@@ -193,6 +192,36 @@ class Session:
         require_same_everywhere(self.world, fingerprint)
         self._preparing_s = time.perf_counter() - began
         return mine, batch
+
+    @contextmanager
+    def _telling(self, options: Options) -> Iterator[Callable[[Size], None]]:
+        """Yield what tells the other ranks, once, the size at which the plan is likely to run (`_capture_early`)."""
+        told: list[Size | None] = []
+
+        def tell(size: Size | None) -> None:
+            if not told:
+                told.append(size)
+                precision = precision_of(options, read_plan(options)) if size is not None else None
+                self.world.broadcast_object((size, precision))
+
+        try:
+            yield tell
+        except FAILURES:
+            tell(None)
+            raise
+        tell(None)
+
+    def _capture_early(self, batch: Batch) -> None:
+        """Capture at the size that rank 0 expects while it still plans; what fails is raised once the plan is there."""
+        size, precision = self.world.broadcast_object(None)
+        if size is not None:
+            with patient("capturing the model"), suppress(*FAILURES):
+                self._run_in(precision)
+                self.captures(batch, size)
+
+    def _run_in(self, precision: Precision) -> None:
+        comes = self.options.weights is not None
+        self.captures.run_in(precision, self.cluster.devices[0].device_type, values_come=comes)
 
     def _context(
         self, planned: Planned, earlier: RankContext | None = None, values: Values = without_values

@@ -6,6 +6,8 @@ For any plan that cuts between the blocks of a chain, with any number of stages,
               for any weights w >= 0 of the types, since a device cannot be busy for longer than the step and a share
               of the rows takes at least its share of the time t of the whole micro-batch.  A request that fixes stages
               or replicas leaves devices idle: then the heaviest ones count
+    prices    work, the path, sums of gradients and memory, each at a price (`prices`): a plan with few micro-batches
+              has to replicate its stages and pay for their sums, or waits for the path
     path      step >= the longest path of one micro-batch through the graph and back, each block on as many replicas as
               there can be; where a schedule may split backwards, without the part that makes gradients of weights
     chain     the pipeline latency of `partition` without everything that depends on the plan: no messages but their
@@ -25,12 +27,14 @@ Assumed: costs are those of `chain`, and the step is the simulator's.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 
 from autopart.ir.graph import Size
 from autopart.passes.graph.cuts import Floats, Ints
+from autopart.passes.proof.prices import Priced, priced_bound
 from autopart.passes.search.partition import INFEASIBLE
 from autopart.passes.search.space import SearchSpace, fastest_times, gradient_edges, is_chain
 from autopart.passes.simulation.charges import optimizer_ns
@@ -61,36 +65,64 @@ def _bound(space: SearchSpace, cheap_bound: int, micro_rows: tuple[int, ...], or
     request = space.request
     devices = most_devices(space, max(micro_rows)) if request.may_replicate else 1
     too_large = devices**2 * space.chain.n**2 // 2 > MOST_WORK
+    cheap_bound = max(cheap_bound, _priced(space, micro_rows, orders))
     shares = request.policy == "split"  # the chain's bound counts shares of micro-batches
     if not shares or not request.synchronous or not is_chain(space) or too_large or orders:
         return cheap_bound
     return max(cheap_bound, _chain_bound(space, micro_rows))
 
 
+def _priced(space: SearchSpace, micro_rows: tuple[int, ...], orders: bool) -> int:
+    """Return the least of the priced bounds of plans with one stage a rank, and with several if these are allowed."""
+    times, counts = _times(space, max(micro_rows))
+    most = most_devices(space, max(micro_rows))
+    weights = _best_weights(times, counts, most)
+    widest = max(_replicas(space, max(micro_rows)))
+    one = Priced(space, micro_rows, weights, _heaviest(weights, counts, most), widest, orders=orders)
+    ways = [one, replace(one, several=True)] if orders and max(space.request.numbers_per_rank) > 1 else [one]
+    return min(priced_bound(way) for way in ways if way is one or way.taken is not None)
+
+
 def work_bound(space: SearchSpace, micro_rows: tuple[int, ...]) -> int:
     """Return the least nanoseconds that all devices together need, whichever of them computes a block."""
-    types, rows = space.costs.device_types, max(micro_rows)
+    times, counts = _times(space, max(micro_rows))
+    return max(0, int(len(micro_rows) * _most_work(times, counts, most_devices(space, max(micro_rows)))))
+
+
+def _times(space: SearchSpace, rows: int) -> tuple[Floats, Ints]:
+    """Return the nanoseconds of each type of device for each block, both ways, and the devices of each type."""
+    types = space.costs.device_types
     costs = [space.chain.range_costs(Size(rows), device_type).blocks for device_type in range(len(types))]
     times = np.array([taken[0] + taken[1] for taken in costs], dtype=np.float64)
-    counts = np.array([space.costs.cluster.devices.count(device) for device in types])
-    return max(0, int(len(micro_rows) * _most_work(times, counts, most_devices(space, rows))))
+    return times, np.array([space.costs.cluster.devices.count(device) for device in types])
+
+
+def _heaviest(weights: Floats, counts: Ints, most: int) -> float:
+    return float(np.sort(np.repeat(weights, counts))[::-1][:most].sum())
 
 
 def _most_work(times: Floats, counts: Ints, most: int) -> float:
     """Return sum over blocks of min over types of w * t, over the weights w of the `most` heaviest devices, for good w.
 
-    times: (types, blocks).  counts: devices of each type.  Weights begin as the rates of whole models and climb, a type
-    at a time, to where another type takes over some block: the ratio is concave in each.  O(types^2 * blocks).
+    times: (types, blocks).  counts: devices of each type.
     """
     if not times.sum(axis=1).all():
         return 0.0
+    weights = _best_weights(times, counts, most)
+    return float((weights[:, None] * times).min(axis=0).sum()) / _heaviest(weights, counts, most)
+
+
+def _best_weights(times: Floats, counts: Ints, most: int) -> Floats:
+    """Return good weights: they begin as the rates of whole models and climb, a type at a time, to where another type
+    takes over some block: the ratio is concave in each.  O(types^2 * blocks)."""
+    if not times.sum(axis=1).all():
+        return np.ones(len(times))
 
     def ratio(weights: Floats) -> float:
-        heaviest = np.sort(np.repeat(weights, counts))[::-1][:most]
-        return float((weights[:, None] * times).min(axis=0).sum() / heaviest.sum())
+        return float((weights[:, None] * times).min(axis=0).sum()) / _heaviest(weights, counts, most)
 
-    weights = 1 / times.sum(axis=1)
-    best = max(ratio(weights), ratio(np.ones(len(times))))
+    weights: Floats = max(1 / times.sum(axis=1), np.ones(len(times)), key=ratio)
+    best = ratio(weights)
     for own in range(len(times)) if len(times) > 1 else ():
         others = (np.delete(weights, own)[:, None] * np.delete(times, own, axis=0)).min(axis=0)
         turns = np.divide(others, times[own], out=np.full(len(others), weights[own]), where=times[own] > 0)
@@ -99,7 +131,7 @@ def _most_work(times: Floats, counts: Ints, most: int) -> float:
             tried[own] = weight
             if ratio(tried) > best:
                 best, weights = ratio(tried), tried
-    return best
+    return weights
 
 
 def slices_bound(space: SearchSpace) -> int:

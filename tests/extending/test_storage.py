@@ -14,8 +14,8 @@ import fsspec
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
-from support.jobs import checkpoint_jobs as jobs
-from support.languages.own_storage import Objects, saved_and_loaded, state_at
+from support.extending.own_storage import Objects, saved_and_loaded, state_at
+from support.jobs.state import checkpoint_jobs as jobs
 from support.workers import Workers
 from torch import nn
 

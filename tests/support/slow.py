@@ -106,6 +106,7 @@ PARTS = {
         "planning/test_planning.py",
         "benchmarks",
         "users/cli",
+        "users/test_packaging.py",
     ],
 }
 """Files and folders of each part, below `tests/`."""

@@ -1,9 +1,9 @@
 """An exported program without in-place ops made functional, with each distinct op decomposed once.
 
 `run_decompositions` traces the whole program again to find what becomes of its ops, though a deep model repeats a few
-dozen of them.  Where no op writes to memory, equal calls (`call_key`) become the same ops.  So torch decomposes a
-small program that holds each distinct call once, on operands of its own, and its answers replace the calls of the large
-one.  That halves the time to capture a model of 12 layers.
+dozen of them.  Where no op writes to memory, equal calls (`call_key`) become the same ops, and most stay what they are,
+since torch's dispatcher does not compose them of others (`_stays`).  So torch decomposes a small program that holds
+each of the other distinct calls once, on operands of its own, and its answers replace the calls of the large one.
 
 An op in an autocast region of its own (`autocast`) counts as one call, whose casts become ops.  Any other
 program (an op that changes a tensor, another higher-order op, sizes that depend on data, a complex or quantized
@@ -15,14 +15,14 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 from torch._higher_order_ops.wrap import wrap_with_autocast
-from torch.export import ExportedProgram
+from torch.export import ExportedProgram, exported_program
 from torch.export.exported_program import ModuleCallEntry, ModuleCallSignature
 from torch.export.graph_signature import (
     ExportGraphSignature,
@@ -41,6 +41,24 @@ from autopart.passes.ops.row import ASSERTION
 from autopart.passes.ops.table import row_of
 
 _aten = torch.ops.aten
+_KEYS: Any = torch._C.DispatchKey
+_BY_PYTHON = {
+    _KEYS.CompositeImplicitAutograd,
+    _KEYS.Autograd,
+    _KEYS.AutogradCPU,
+    _KEYS.AutogradCUDA,
+    _KEYS.Functionalize,
+}
+"""Dispatch keys under which an op may be written in Python, of other ops."""
+_FORMS = {
+    "float": float,
+    "int": int,
+    "bool": bool,
+    "List[int]": list,
+    "List[Tensor]": list,
+    "List[Optional[Tensor]]": list,
+}
+"""What the dispatcher makes of an argument of a type."""
 
 
 def call_key(
@@ -207,7 +225,10 @@ def _spliced(
         env[node] = graph.create_node("placeholder", node.target, node.args, name=node.name)
         env[node].meta = dict(node.meta)
     for call in calls:
-        answer = found[call.key]
+        answer = found.get(call.key)
+        if answer is None:  # it stays what it is
+            _copied(graph, call.node, env, call.node.meta, (call.args, call.kwargs))
+            continue
         local = dict(zip(answer.operands, (env[operand] for operand in call.operands), strict=True))
         for node in answer.nodes:
             if node not in local:
@@ -236,9 +257,12 @@ def _check_precision(region: fx.Node, body: fx.GraphModule, results: list[fx.Nod
             )
 
 
-def _copied(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node], meta: Mapping[str, Any]) -> None:
-    """Copy an op and pick each of its results, under the names that torch gives them."""
-    args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+def _copied(
+    graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node], meta: Mapping[str, Any], given: Any = None
+) -> None:
+    """Copy an op and pick each of its results, under the names that torch gives them.  given: its arguments, if they
+    are not those of the node."""
+    args, kwargs = fx.map_arg(given or (node.args, node.kwargs), env.__getitem__)
     target: Any = node.target
     name = graph._target_to_str(target.overloadpacket.__name__)
     env[node] = copy = graph.create_node("call_function", target, args, kwargs, name=name)
@@ -253,11 +277,16 @@ def _copied(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node], meta: M
 
 
 def _answers(calls: list[_Call]) -> dict[Hashable, _Answer]:
-    """Return what torch makes of each distinct call, by decomposing one program that holds all of them.
+    """Return what torch makes of each distinct call that does not stay as it is, by decomposing one program that holds
+    all of them.
 
     Raises NotImplementedError if `run_decompositions` has to be used for the whole program.
     """
-    distinct = {call.key: call for call in calls}
+    composite: Any = exported_program
+    kept: set[Any] = composite._collect_all_valid_cia_ops()
+    distinct = {call.key: call for call in calls if not _stays(call, kept)}
+    if not distinct:
+        return {}
     graph, bodies = fx.Graph(), dict[str, fx.GraphModule]()
     operands = {key: [_operand(graph, operand) for operand in call.operands] for key, call in distinct.items()}
     results = {key: _put(graph, call, operands[key], bodies) for key, call in distinct.items()}
@@ -273,6 +302,36 @@ def _answers(calls: list[_Call]) -> dict[Hashable, _Answer]:
             raise NotImplementedError
         known[key] = _Answer(own, tuple(sorted(found)), out)
     return known
+
+
+def _stays(call: _Call, kept: Container[Any]) -> bool:
+    """Return whether a call stays what it is: the op has a kernel of its own, or torch is told to keep it, and
+    nothing written in Python stands in for it.  An op of a library may have any kernel: it is decomposed.
+
+    kept: the composite ops that torch is told to keep."""
+    target: Any = call.node.target
+    if call.body is not None or target.namespace != "aten" or _BY_PYTHON.intersection(target.py_kernels):
+        return False
+    composed = torch._C._dispatch_has_kernel_for_dispatch_key
+    if composed(target.name(), "CompositeExplicitAutogradNonFunctional") or not _as_dispatched(call):
+        return False
+    return target in kept or not composed(target.name(), "CompositeImplicitAutograd")
+
+
+def _as_dispatched(call: _Call) -> bool:
+    """Return whether the arguments of a call have the form that torch's dispatcher gives them: in order, of the types
+    of the schema, without defaults at the end.  Python that calls an op by name may give them in any form."""
+    target: Any = call.node.target
+    arguments = target._schema.arguments
+    given = [
+        *zip(arguments, call.args, strict=False),
+        *((a, call.kwargs[a.name]) for a in arguments if a.name in call.kwargs),
+    ]
+    if any(a.has_default_value() and value == a.default_value for a, value in given[-1:]):
+        return False
+    if any(not a.kwarg_only or value == a.default_value for a, value in given[len(call.args) :]):
+        return False
+    return all(isinstance(value, _FORMS.get(str(a.real_type), object)) for a, value in given)
 
 
 def _put(graph: fx.Graph, call: _Call, operands: list[fx.Node], bodies: dict[str, fx.GraphModule]) -> list[fx.Node]:

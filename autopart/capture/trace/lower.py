@@ -21,6 +21,7 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram, exported_program
 from torch.export.graph_signature import ExportGraphSignature
+from torch.fx._lazy_graph_module import _make_graph_module
 
 from autopart.capture.python.habits.all_sizes import rejoined
 from autopart.capture.source_location import line_of
@@ -68,7 +69,7 @@ def lower(program: ExportedProgram) -> tuple[ExportedProgram, fx.GraphModule]:
         node.args = (node.target, number, *node.args)
         node.target = keyed
     held = {name: value for name, value in vars(program.graph_module).items() if isinstance(value, torch.Tensor)}
-    module = fx.GraphModule(held, graph)
+    module = _make_graph_module(held, graph)
     module.graph.lint()
     return program, module
 

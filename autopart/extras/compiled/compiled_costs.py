@@ -52,26 +52,28 @@ def compiled_costs(captured: Captured, device: Device) -> CostedGraph:
     # Segments end where the layer changes, so modules count.
     program = f"{environment(device)}\n{graph.shape_digest()}\n{[op.module for op in graph.ops]}"
     key = hashlib.sha256(program.encode()).hexdigest()
-    found = find_program(key)
+    found, doubt = find_program(key), ""
     if found is None or len(found) != len(graph.ops):
         if not affordable(analytic_costs(captured.graph, device), device, _LARGEST_S):
             return replace(plain, notes=(*plain.notes, "costs: this program is too large to measure it compiled"))
         try:
-            found = _measured(captured, graph, torch.device(device.device_type))
+            found, doubt = _measured(captured, graph, torch.device(device.device_type))
         except Exception as error:  # an op may reject made-up inputs
             why = f"costs: compiled code cannot be measured, {type(error).__name__}: {first_line(error)}"
             return replace(plain, notes=(*plain.notes, why))
-        keep_program(key, found)
+        if not doubt:
+            keep_program(key, found)
     note = f"costs: measured in compiled code, {len(found)} ops"
     ops = (
         replace(op, cost=replace(op.cost, fwd_ns=forward, bwd_ns=backward, saved_bytes=saved))
         for op, (forward, backward, saved) in zip(graph.ops, found, strict=True)
     )
-    return CostedGraph(without_casts(replace(graph, ops=tuple(ops))), "compiled", (note,))
+    return CostedGraph(without_casts(replace(graph, ops=tuple(ops))), "compiled", tuple(filter(None, (note, doubt))))
 
 
-def _measured(captured: Captured, graph: Graph, where: torch.device) -> tuple[OpCost, ...]:
-    """Compile a program and run it.  graph: with the costs of the ops by themselves.  Raises what its ops raise."""
+def _measured(captured: Captured, graph: Graph, where: torch.device) -> tuple[tuple[OpCost, ...], str]:
+    """Compile a program and run it; return costs, and a note if measurements disagree.  graph: with the costs of the
+    ops by themselves.  Raises what its ops raise."""
     everything = Stage(tuple(op.name for op in graph.ops), (0,))
     code = stage_module(captured, (), 0, everything, where, eager=False)
     code = Inductor(graph.op_map()).compile(code, captured.tensors, specs_of(graph), (), where)
@@ -80,10 +82,11 @@ def _measured(captured: Captured, graph: Graph, where: torch.device) -> tuple[Op
     leaves = {names.params[node.name]: made[node.name] for node in nodes if node.name in names.params}
     given = {names.value(node): made[node.name] for node in nodes if node.name not in names.params}
     inputs = [*code.arguments(leaves), *(given[name] for name in code.inputs)]
-    times = profile_code(Program(code.module, inputs, code.outputs.index(graph.outputs[0]), where), BUDGET_S)
+    profile = profile_code(Program(code.module, inputs, code.outputs.index(graph.outputs[0]), where), BUDGET_S)
+    times = profile.times
     saved = saved_by_call(code.module, inputs)
     found = _divided(code.module, graph, {name: (*times[name], saved.get(name, 0)) for name in times})
-    return tuple(found[op.name] for op in graph.ops)
+    return tuple(found[op.name] for op in graph.ops), profile.doubt
 
 
 def _divided(module: fx.GraphModule, graph: Graph, costs: Mapping[str, OpCost]) -> dict[str, OpCost]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.jobs import checkpoint_jobs as jobs
+from support.jobs.state import checkpoint_jobs as jobs
 from support.workers import Workers
 from torch import nn
 from torch.distributed import checkpoint as dcp
@@ -149,6 +149,21 @@ def test_the_class_of_the_optimizer_has_to_be_said(tmp_path: Path) -> None:
     dcp.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, checkpoint_id=tmp_path / "x", no_dist=True)
     with pytest.raises(CheckpointError, match="which is no weight"):
         convert(tmp_path / "x", tmp_path / "run", optimizer="AdamW")
+
+
+def test_a_sharded_folder_of_hugging_face_goes_in_and_out_to_the_bit(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=50, n_positions=16)
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(config)
+    model.save_pretrained(tmp_path / "hub", max_shard_size="50KB")
+    assert len([*(tmp_path / "hub").glob("model-*.safetensors")]) > 1
+    path, left = convert(tmp_path / "hub", tmp_path / "run")
+    other, loaded = transformers.GPT2LMHeadModel(config), transformers.GPT2LMHeadModel.from_pretrained(path)
+    autopart.load_into(other, tmp_path / "run")
+    assert not left
+    for found in (other, loaded):
+        require_same(dict(model.state_dict()), dict(found.state_dict()))
 
 
 # ---- what others may have written ------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from torch import fx, nn
 import autopart
 from autopart.batch.batch import flatten
 from autopart.capture import Captured, capture
-from autopart.costs.profiler import Program
+from autopart.costs.profiler import Profile, Program
 from autopart.costs.sources import measured, source_for
 from autopart.extras.compiled import compiled_costs as module
 from autopart.extras.compiled.compiled_costs import compiled_costs, saved_by_call
@@ -93,8 +93,8 @@ def test_the_time_of_a_segment_is_divided_among_its_ops(monkeypatch: pytest.Monk
         paths = {name: op.module for name, op in inductor._ops.items()}
         return replace(code, module=segmented(code.module, paths, lambda body: CompiledSegment(body, lambda *_: None)))
 
-    def of_all(program: Program, budget_s: float) -> dict[str, tuple[int, int]]:
-        return {node.name: (900_000, 1_800_000) for node in program.module.graph.nodes}
+    def of_all(program: Program, budget_s: float) -> Profile:
+        return Profile({node.name: (900_000, 1_800_000) for node in program.module.graph.nodes})
 
     def kept(module: fx.GraphModule, inputs: object) -> dict[str, int]:
         return {node.name: 30_000 for node in module.graph.nodes}
@@ -104,7 +104,7 @@ def test_the_time_of_a_segment_is_divided_among_its_ops(monkeypatch: pytest.Monk
     monkeypatch.setattr(Inductor, "compile", in_segments)
     monkeypatch.setattr(module, "profile_code", of_all)
     monkeypatch.setattr(module, "saved_by_call", kept)
-    measured_costs = module._measured(captured, plain, torch.device("cpu"))
+    measured_costs, _ = module._measured(captured, plain, torch.device("cpu"))
     found = dict(zip(plain.op_map(), measured_costs, strict=True))
     assert found["native_dropout"] == (900_000, 1_800_000, 30_000)  # random ops stay outside of segments
     assert found["linear"] == (900_000, 1_800_000, 30_000)  # alone in its module
@@ -119,7 +119,7 @@ def test_the_time_of_a_segment_is_divided_among_its_ops(monkeypatch: pytest.Monk
 
 
 def test_what_is_known_of_a_program_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_measured", lambda _, graph, where: made_up_costs(graph))
+    monkeypatch.setattr(module, "_measured", lambda _, graph, where: (made_up_costs(graph), ""))
     first = compiled_costs(net(), DEVICE)
     monkeypatch.setattr(module, "_measured", lambda *_: pytest.fail("it was measured again"))
     again = compiled_costs(net(), DEVICE)
@@ -186,7 +186,7 @@ def test_compiled_stages_are_planned_with_costs_of_compiled_code(source: object,
 def test_the_source_has_a_name_for_plans_and_the_command_line() -> None:
     model, batch = Net(), torch.ones(8, 32)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_measured", lambda _, graph, where: made_up_costs(graph))
+        patch.setattr(module, "_measured", lambda _, graph, where: (made_up_costs(graph), ""))
         planned = autopart.plan(model, "cpu:2", sample=batch, backend="inductor", cache=False)
     assert planned.provenance.costs == "compiled"
     assert "in compiled code" in planned.explain()

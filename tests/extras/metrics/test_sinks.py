@@ -107,9 +107,10 @@ def test_a_client_gets_every_number_in_a_run_of_its_own_and_in_that_of_the_scrip
     with autopart.MetricsLog(tmp_path / "run.jsonl", tensorboard=False, to=name) as log:
         log.add(Still(NUMBERS), lr=0.5)
     end()  # it was left open
-    rows = read()
-    assert rows[0].items() >= {**WRITTEN, "step": 3}.items() and "note" not in rows[0]
-    assert rows[-1].items() >= {**WRITTEN, "step": 3}.items()
+    first, again, *later = sorted(read(), key=lambda row: row["step"])
+    for row in (first, again):
+        assert row.items() >= {**WRITTEN, "step": 3}.items() and "note" not in row
+    assert [row["step"] for row in later] == [4] or name == "mlflow"  # of which the first value of each run is read
 
 
 def test_each_sink_is_tried() -> None:

@@ -15,6 +15,7 @@ from autopart.batch.batch import flatten
 from autopart.capture import Captured, capture
 from autopart.costs import measure, profiler
 from autopart.costs.profiler import profile_costs
+from autopart.costs.sources import costed
 from autopart.ir.cluster import Device
 from autopart.ir.graph import Graph, check_cost
 from autopart.passes.ops.analytic_costs import analytic_costs
@@ -155,3 +156,54 @@ def test_a_model_that_stands_elsewhere_runs_on_the_device_that_is_measured() -> 
     where = torch.device("meta")  # nothing of the CPU can be computed with there
     inputs = [n.meta["val"].to(where) for n in captured.module.graph.nodes if n.op == "placeholder"]
     assert [result.device for result in profiler._on(captured.module, where)(*inputs)] == [where]
+
+
+def test_a_disturbed_measurement_is_taken_again_and_one_that_stays_disturbed_is_noted(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured, quiet = heavy(), (7_000_000_000, 11_000_000_000)
+    runs = iter([quiet, (70_000_000_000, 11_000_000_000), quiet, quiet])  # the first one warms up
+    monkeypatch.setattr(profiler.Program, "run", lambda self: next(runs, quiet))
+    graph, notes = profiled(captured, path)
+    assert sum(op.cost.fwd_ns + op.cost.bwd_ns for op in graph.ops) == pytest.approx(sum(quiet), rel=1e-6)
+    assert len(notes) == 1
+    path.unlink()
+    growing = iter(range(1, 100))
+    monkeypatch.setattr(profiler, "affordable", lambda *_: True)
+    monkeypatch.setattr(profiler.Program, "run", lambda self: (10 ** (9 + next(growing)), 1))
+    _, notes = profiled(captured, path, budget_s=0.1)
+    assert "disagree" in notes[-1] and not path.exists()
+
+
+def test_equal_ops_of_equal_layers_share_their_samples(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x).relu()
+            return x.square().mean()
+
+    graph, _ = profiled(capture(Deep(), flatten(torch.ones(8, 64))), path)
+    linear = [op.cost for op in graph.ops if op.target.startswith("aten.linear")]
+    assert len({cost.fwd_ns for cost in linear[1:]}) == len({cost.bwd_ns for cost in linear[1:]}) == 1
+    assert linear[0].bwd_ns != linear[1].bwd_ns  # its input needs no gradient: it is not equal
+
+
+def test_costs_of_a_size_that_takes_too_long_to_run_follow_from_those_that_were_measured(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small, large = heavy(8), heavy(2048)
+    limit = sum(op.cost.total_ns for op in analytic_costs(large.graph, DEVICE).ops) * 1e-9
+    monkeypatch.setattr(measure, "BUDGET_S", limit)  # a quarter of it is allowed
+    known = costed(small, DEVICE, "measured")
+    monkeypatch.setattr(profiler.Program, "run", lambda self: pytest.fail("it was run at a size that takes too long"))
+    monkeypatch.setattr(measure, "_measured", lambda *_: pytest.fail("an op was run"))
+    found = costed(large, DEVICE, "measured", known)
+    assert found.graph.size == large.graph.size and "follow" in found.notes[-1]
+    costs = known.graph.op_map()
+    for op in found.graph.ops:
+        if op.target.startswith("aten.linear"):
+            assert 64 < op.cost.fwd_ns / costs[op.name].cost.fwd_ns <= 257  # 256 times the rows, one launch

@@ -6,6 +6,8 @@ import ast
 import difflib
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -106,6 +108,46 @@ def test_pages_are_short_and_in_the_index() -> None:
         most = 300 if page.name == "planning.md" else 150  # it has the tables of all options
         assert len(page.read_text().splitlines()) <= most, page.name
         assert page.name == "README.md" or f"]({page.name})" in index, page.name
+
+
+def test_each_task_is_two_clicks_from_the_readme() -> None:
+    """README, its link to the list of tasks, the page: `test_links_have_a_target` follows both."""
+    assert "](docs/README.md)" in (ROOT / "README.md").read_text()
+    tasks = (ROOT / "docs/README.md").read_text().split("## Tasks")[1].split("\n## ")[0]
+    ways = dict(re.findall(r"^\| ([^|]+) \| (\[[^|]+) \|$", tasks, re.MULTILINE))
+    assert len(ways) >= 20 and all("](" in way for way in ways.values())
+    pages = {name for way in ways.values() for name in re.findall(r"\]\((\w+\.md)", way)}
+    shown = {
+        "tutorial.md",
+        "from_ddp.md",
+        "trainer.md",
+        "lora.md",
+        "checkpoints.md",
+        "running.md",
+        "data.md",
+        "errors.md",
+    }
+    assert shown <= pages
+
+
+def test_samples_that_are_seeded_by_themselves_are_equal_with_any_number_of_workers(tmp_path: Path) -> None:
+    (text,) = [b.text for b in blocks(ROOT / "docs/data.md") if "class Augmented" in b.text]
+    (tmp_path / "augmented.py").write_text("import torch\n" + text)
+    script = (
+        "import torch, augmented\n"
+        "found = []\n"
+        "for workers, skipped in ((0, 0), (2, 0), (1, 8)):\n"
+        "    data = augmented.Augmented(torch.zeros(32, 3), seed=1)\n"
+        "    data.epoch = 2\n"
+        "    torch.manual_seed(workers)\n"
+        "    sampler = range(skipped, 32)\n"
+        "    loader = torch.utils.data.DataLoader(data, sampler=sampler, batch_size=4, num_workers=workers)\n"
+        "    found.append(torch.cat(list(loader)))\n"
+        "assert found[0].unique().numel() > 90\n"
+        "assert torch.equal(found[0], found[1]) and torch.equal(found[0][8:], found[2])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_pages_that_code_names_exist() -> None:

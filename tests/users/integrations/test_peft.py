@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -118,6 +119,55 @@ def test_another_adapter_is_trained_after_a_replan_and_the_first_keeps_what_it_l
         assert "lora_A.other.weight" in refused.what and "pipe.replan(optimizer)" in refused.fix
         assert "no place for what learns now" in reason
         assert differences and max(differences.values()) < 1e-9, differences
+
+
+def by_a_trainer(kind: type, folder: str, **options: Any) -> list[float]:
+    """Train adapters with gradient checkpointing and save them alone; return the losses."""
+    data = [{name: value[0] for name, value in batch(seed).items()} for seed in range(24)]
+    args = transformers.TrainingArguments(
+        folder, per_device_train_batch_size=4, max_steps=4, save_steps=2, logging_steps=1, learning_rate=1e-2,
+        use_cpu=True, report_to=[], disable_tqdm=True, gradient_checkpointing=True,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    trainer = kind(model=adapted("lora"), args=args, train_dataset=data, **options)
+    trainer.train()
+    trainer.save_model(f"{folder}/final")
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+
+def merged(folder: Path) -> dict[str, torch.Tensor]:
+    return dict(peft.PeftModel.from_pretrained(base(), folder / "final").merge_and_unload().state_dict())
+
+
+def by_a_pipeline_trainer(folder: str) -> list[float]:
+    from autopart.integrations.trainer import PipelineMixin
+
+    class PipelineTrainer(PipelineMixin, transformers.Trainer): ...
+
+    return by_a_trainer(PipelineTrainer, folder, pipeline=TWO_STAGES)
+
+
+@pytest.mark.timeout(300)
+def test_adapters_of_a_trainer_are_saved_alone_merged_and_reloaded(pair: Workers, tmp_path: Path) -> None:
+    losses = by_a_trainer(transformers.Trainer, str(tmp_path / "plain"))
+    for found in pair.run(by_a_pipeline_trainer, str(tmp_path / "piped")):
+        assert found == pytest.approx(losses, rel=1e-6)
+    start, plain = base().state_dict(), merged(tmp_path / "plain")
+    assert any(not torch.equal(value, start[name]) for name, value in plain.items())
+    torch.testing.assert_close(merged(tmp_path / "piped"), plain, rtol=1e-6, atol=1e-9)
+    assert sorted(path.name for path in (tmp_path / "piped/final").glob("*.safetensors")) == [
+        "adapter_model.safetensors"
+    ]
+
+
+def test_neftune_is_refused_by_name() -> None:
+    from transformers.integrations.neftune import neftune_post_forward_hook
+
+    model = adapted("lora")
+    model.get_input_embeddings().register_forward_hook(neftune_post_forward_hook)
+    with pytest.raises(RefusedError, match="neftune_post_forward_hook") as caught:
+        autopart.plan(model, "cpu:2", sample=batch(), costs="analytic")
+    assert "in forward()" in caught.value.fix
 
 
 class Params4bit(torch.nn.Parameter):

@@ -19,6 +19,7 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch.fx import proxy
 from torch.utils._device import _device_constructors
 
 from autopart.capture.python.habits import all_sizes, calls, checkpointing, custom_functions, own_tensors, randomness
@@ -136,8 +137,24 @@ def _known_composite_ops(original: Callable[[], set[Any]]) -> set[Any]:
     }
 
 
+def _forward_frames(
+    original: Callable[[list[dict[str, Any]], int], Any], frames: list[dict[str, Any]], skip: int
+) -> Any:
+    """Summarise the frames of a stack that torch.fx keeps of it, instead of some eighty for every op."""
+    anchors = getattr(proxy, "_STACK_TRACE_ANCHORS", ())
+    kept = (
+        frame
+        for frame in frames[skip:]
+        if frame["name"] == "forward"
+        or frame["filename"].endswith("torch/__init__.py")
+        or (frame["filename"], frame["name"]) in anchors
+    )
+    return original(list(kept), 0)
+
+
 PATCHES: tuple[tuple[str, Any], ...] = (
     *(patch for habit in HABITS for patch in habit.patches.items()),
+    ("torch.utils._traceback._extract_symbolized_tb", _forward_frames),
     ("torch.export._trace.print", lambda *_, **__: None),  # export prints a half-made graph
     ("torch.export.exported_program._collect_all_valid_cia_ops", _known_composite_ops),
     # torch would switch off autocast for CUDA without a device; tracing needs only its rules

@@ -76,7 +76,7 @@ def saved_and_loaded(folder: str) -> tuple[list[float], list[float], list[str]]:
     """Train on two ranks, save to a bucket on the disk, and go on from there: the losses of both, and what is kept."""
     import fsspec
 
-    from support.jobs import checkpoint_jobs as jobs
+    from support.jobs.state import checkpoint_jobs as jobs
 
     STORAGES["bucket:"] = Objects(fsspec.filesystem("file", auto_mkdir=True))
     place, losses = f"bucket:/{folder}", []

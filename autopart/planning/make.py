@@ -40,8 +40,8 @@ from autopart.passes.search.space import PlanRequest
 from autopart.passes.simulation.stage_costs import device_types
 from autopart.planning.derive.family import ProgramFamily, another_size, capture_family
 from autopart.planning.derive.reduction import WHOLE, BatchRule, loss_reduction, rule_of
-from autopart.planning.derive.token_axis import AskedSlices, asked_slices, sequence_length
-from autopart.planning.notes import moving, notes_on
+from autopart.planning.derive.token_axis import AskedSlices, asked_slices
+from autopart.planning.notes import hint_at_slices, moving, notes_on
 from autopart.planning.restrictions import (
     PlanningTask,
     Tell,
@@ -58,13 +58,9 @@ from autopart.planning.restrictions import (
 from autopart.planning.shards import fastest, require_shardable
 from autopart.runtime.activity import patient
 
-IDLE = 0.15
-"""Bubble from which slices of sequences are suggested."""
 SETTLED, CLEARLY = 3, 0.95
 """Plans that are made with the costs of their own size, and the part of the fastest one's step below which another way
 to cut the batch must be promised to become one of them."""
-LONG = 64
-"""Tokens of a sequence from which slices are suggested."""
 
 RUN_ORDERS = ("eager",)
 """Backends for whose stages the planner may choose split backwards and several stages a rank by itself."""
@@ -193,20 +189,8 @@ def _built(task: PlanningTask, costs: CostedGraph) -> Plan:
     precision = precision_of(task.options, None)
     if is_stand_in(precision, task.cluster.devices[0].device_type):
         notes = (*notes, "this torch has no CUDA: its casts are those of CPUs; to run it, plan again on the cluster")
-    notes = (*costs.notes, *notes, *_hint_at_slices(task, plan))
+    notes = (*costs.notes, *notes, *hint_at_slices(task.options, task.family.batch, plan))
     return replace(plan, provenance=replace(plan.provenance, precision=precision)).with_notes(*notes)
-
-
-def _hint_at_slices(task: PlanningTask, plan: Plan) -> tuple[str, ...]:
-    """Return a note if slices of sequences may help; they are tried only on request, as that takes another capture."""
-    if task.options.token_slices is not None or plan.outlook.bubble < IDLE or len(plan.stages) < 2:
-        return ()
-    tokens = sequence_length(task.family.batch)
-    if tokens is None or tokens < LONG:
-        return ()
-    return (
-        f'devices idle for {plan.outlook.bubble:.0%} of the step: token_slices="auto" tries slices of the sequences',
-    )
 
 
 def _request(task: PlanningTask, graph: Graph) -> tuple[PlanRequest, tuple[str, ...]]:

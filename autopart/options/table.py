@@ -183,6 +183,13 @@ class Options:
         Values(_are_counts, "use a number, or one for each stage: replicas=(2, 1)", _as_tuple, auto=True),
         planned=True,
     )
+    tensor_parallel: int | str = option(
+        "ranks that divide the weights and the work of every stage: attention heads, hidden axes, the vocabulary, and "
+        'tokens in between; they lie next to each other on the fastest links; "auto" tries all that fit there',
+        Values(_is_count, 'use an integer of at least 1, or "auto"', words=("auto",)),
+        default=1,
+        planned=True,
+    )
     precision: Precision | None = option(
         '"fp32" runs the model as it is, "bf16" and "fp16" run it as under torch.autocast; default: the precision of '
         'plan=, else "fp32"',

@@ -19,6 +19,7 @@ PARTS = {
     "any-plan": ["e2e/test_any_plan.py"],
     "replicas": [
         "e2e/plans/test_replicas.py",
+        "e2e/plans/test_tensor_parallel.py",
         "e2e/asynchronous/test_asynchronous.py",
         "e2e/plans/test_blocking_messages.py",
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
 import torch
 
@@ -25,8 +26,11 @@ def like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def common(tensor: torch.Tensor, own: Piece, other: Piece) -> torch.Tensor:
     """Return the part of a piece, `tensor`, that another piece of the same tensor has too: a view, which may be empty.
+    Where one of them has several blocks, their axis is (blocks, the rest).
 
     Raises PlanError for an axis that cannot be cut into equal parts."""
+    if own.blocks > 1 or other.blocks > 1:
+        return _in_blocks(tensor, own, other)
     if other.is_whole:
         return tensor
     held = tensor.shape[other.axis] if other.axis < tensor.dim() else 0
@@ -37,6 +41,21 @@ def common(tensor: torch.Tensor, own: Piece, other: Piece) -> torch.Tensor:
     size //= other.parts
     first = min(max(other.index * size - offset, 0), held)
     return tensor.detach().narrow(other.axis, first, min(max((other.index + 1) * size - offset, first), held) - first)
+
+
+def _in_blocks(tensor: torch.Tensor, own: Piece, other: Piece) -> torch.Tensor:
+    """Return `common` of two pieces that are parts of the same blocks of an axis, of which one may be cut elsewhere."""
+    axis, blocks = max((each.blocks, each.axis) for each in (own, other))[::-1]
+
+    def inside(piece: Piece) -> Piece:
+        if not piece.is_whole and piece.axis == axis and piece.blocks != blocks:
+            what = f"{own} and {other} do not divide the same blocks of axis {axis}"
+            raise PlanError(what, fix="go through a checkpoint, or a plan with tensor_parallel=1")
+        return replace(piece, axis=piece.axis + (piece.axis >= axis and not piece.is_whole), blocks=1)
+
+    if tensor.shape[axis] % blocks:
+        raise PlanError(f"{own} of shape {[*tensor.shape]} has no {blocks} equal blocks along axis {axis}")
+    return common(torch.unflatten(tensor.detach(), axis, (blocks, -1)), inside(own), inside(other))
 
 
 def without_values(wanted: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
@@ -136,11 +155,18 @@ class LocalTensors:
         return torch.nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else copy
 
     def cut(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the piece that this rank holds of a whole tensor, or of its state, as a view."""
-        own = common(tensor, whole(name), self.piece(name))
+        """Return the piece that this rank holds of a whole tensor, or of its state: a view, of blocks a copy."""
+        piece = self.piece(name)
+        own = common(tensor, whole(name), piece)
+        own = own.flatten(piece.axis, piece.axis + 1) if piece.blocks > 1 else own
         if own is not tensor and name in self.held and own.shape != self.held[name].shape:
             raise UsageError(f"state of {name} is of shape {tuple(tensor.shape)}, and {name} is held in pieces")
         return own
+
+    def write(self, name: str, tensor: torch.Tensor, own: torch.Tensor) -> None:
+        """Write the piece that this rank holds into its place in a whole tensor."""
+        part = common(tensor, whole(name), self.piece(name))
+        part.copy_(own.reshape(part.shape))
 
     @property
     def driven(self) -> Mapping[str, torch.Tensor]:
@@ -224,14 +250,21 @@ def gather_tensors(
             continue
         held = local(name) if rank == world.rank else None
         if held is None:
-            data = torch.zeros(common(like[name], whole(name), piece).shape, dtype=like[name].dtype)
+            data = torch.zeros(_shape(like[name], piece), dtype=like[name].dtype)
         else:
             data = dense(held.detach()).cpu().clone()
         data = world.broadcast(data.contiguous(), rank)
         if not piece.is_whole:
             into = result.setdefault(name, torch.empty(like[name].shape, dtype=data.dtype))
             assert into is not None
-            common(into, whole(name), piece).copy_(data)
+            part = common(into, whole(name), piece)
+            part.copy_(data.reshape(part.shape))
             data = into
         result[name] = data
     return result
+
+
+def _shape(tensor: torch.Tensor, piece: Piece) -> torch.Size:
+    """Return the shape of a piece of a whole tensor."""
+    part = common(tensor, whole(piece.name), piece)
+    return part.flatten(piece.axis, piece.axis + 1).shape if piece.blocks > 1 else part.shape

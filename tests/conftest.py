@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 import os
 import re
 from collections.abc import Iterator
@@ -14,6 +15,9 @@ import pytest
 import torch
 from support.workers import Workers
 from xdist.scheduler import LoadScopeScheduling
+
+logging.getLogger("torch.__trace").addHandler = lambda handler: None  # type: ignore[method-assign]
+"""pytest would add handlers, for which torch writes every graph of a capture as text."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

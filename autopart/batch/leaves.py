@@ -49,7 +49,9 @@ def check_leaf(name: str, leaf: Any) -> None:
         if leaf.layout != torch.strided:
             raise BatchError(f"input {name} is a {leaf.layout} tensor", fix="pass a dense tensor")
         if leaf.dim() > 0 and leaf.shape[0] == 0:
-            raise BatchError(f"input {name} is empty", where=f"shape {tuple(leaf.shape)}")
+            raise BatchError(
+                f"input {name} is empty", where=f"shape {tuple(leaf.shape)}", fix="leave out batches without entries"
+            )
         return
     if not isinstance(leaf, _PLAIN):
         for kind, plain in ((Enum, "its value (x.value)"), (PurePath, "its text (str(x))")):

@@ -58,6 +58,7 @@ _FLAGS = {
     "replicas": _Flag(
         "auto|N|N,N,...", text="devices that run each stage on different rows: one number, or one for each stage"
     ),
+    "tensor_parallel": _Flag("auto|T"),
     "schedule": _Flag("|".join((*OPTIONS["schedule"].values.choices(), "FILE.csv"))),
     "stages_per_rank": _Flag("auto|K"),
     "cuts": _Flag("MODULE", "repeat, or separate by commas"),
@@ -136,7 +137,7 @@ def _value(name: str, given: Any) -> Any:
         return dict(_pair(text, "--pin", "lm_head=3") for text in given)
     if name == "rows_axis":
         return dict(_pair(text, "--rows-axis", "positions=1", none="none") for text in given)
-    if name in ("stages", "micro_batches", "stages_per_rank", "replicas", "token_slices", "zero"):
+    if name in ("stages", "micro_batches", "stages_per_rank", "replicas", "tensor_parallel", "token_slices", "zero"):
         words = given.split(",")
         if all(word.strip().isdecimal() for word in words):
             return int(given) if len(words) == 1 else tuple(map(int, words))

@@ -58,9 +58,12 @@ def plan_to_json(plan: Plan) -> str:
 
     Raises PlanError for a number that JSON cannot hold.
     """
-    document = _Document(VERSION, plan.provenance, plan.decision, plan.outlook)
+    document = asdict(_Document(VERSION, plan.provenance, plan.decision, plan.outlook))
+    for stage in document["decision"]["stages"]:
+        if stage["shards"] == 1:
+            del stage["shards"]
     try:
-        text = json.dumps(asdict(document), indent=2, allow_nan=False)
+        text = json.dumps(document, indent=2, allow_nan=False)
     except ValueError as error:
         raise PlanError("the plan cannot be written as JSON", why=str(error)) from error
     return _NUMBERS.sub(lambda found: found[1] + re.sub(r"\n *", " ", found[2]) + found[3], text) + "\n"

@@ -60,7 +60,7 @@ def read_text(
             raw = file.read(most_bytes + 1)
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
         reason = getattr(error, "strerror", None) or str(error)
-        fix = "check the path" if isinstance(error, FileNotFoundError) else ""
+        fix = "" if isinstance(error, PermissionError) else "check the path"
         raise unreadable("cannot be read", why=reason, fix=fix) from error
     if len(raw) > most_bytes:
         raise unreadable("is too large", why=f"at most {most_bytes >> 10} KiB are read")

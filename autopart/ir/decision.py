@@ -28,7 +28,8 @@ class Stage:
     number in `shares`.  Under the policy "turn" they get whole micro-batches instead, round robin (PipeDream, SOSP
     2019, section 3.2).  recompute: groups of ops of which only the inputs are kept; a group is computed again before
     its backward.  forward_only: whether it has no backward, since nothing on it learns, nor anything that it depends on
-    (`Graph.learning_ops`).  modules: the layers of its ops, for people: nothing depends on them.
+    (`Graph.learning_ops`).  shards: ranks that compute parts of the same rows (tensor parallelism), next to each other
+    in `ranks`; each so many are one replica.  modules: the layers of its ops, for people: nothing depends on them.
     """
 
     ops: tuple[str, ...]
@@ -37,12 +38,18 @@ class Stage:
     shares: tuple[int, ...] = ()
     policy: Policy = "split"
     forward_only: bool = False
+    shards: int = 1
     modules: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def division(self) -> Division:
         """How the ranks of the stage divide micro-batches."""
-        return division(len(self.ranks), self.shares, self.policy)
+        return division(len(self.ranks) // self.shards, self.shares, self.policy, self.shards)
+
+    def shard_group(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks that compute parts of the rows of one of them."""
+        first = self.ranks.index(rank) // self.shards * self.shards
+        return self.ranks[first : first + self.shards]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +98,11 @@ class Decision:
     def copies(self) -> int:
         """Number of equal pipelines side by side: the common divisor of all replica counts."""
         return copies_of([stage.division for stage in self.stages])
+
+    @property
+    def shards(self) -> int:
+        """Ranks that compute parts of the same rows, the same on every stage."""
+        return self.stages[0].shards
 
     def stages_of_rank(self, rank: int) -> tuple[int, ...]:
         """Return the stages that a rank runs, ascending; () for a rank that idles."""
@@ -205,7 +217,11 @@ def _rank_problems(decision: Decision) -> Iterator[Problem]:
             elif rank in taken:
                 yield f"stages[{s}].ranks[{i}]", f"rank {rank} appears twice in this stage"
             taken.add(rank)
-        for name, message in division_problems(len(stage.ranks), stage.shares, stage.policy):
+        if stage.shards < 1 or len(stage.ranks) % stage.shards or stage.shards != decision.shards:
+            yield f"stages[{s}].shards", f"{stage.shards}: it divides the ranks of each stage, and is equal on all"
+        elif stage.shards > 1 and stage.policy == "turn":
+            yield f"stages[{s}].policy", "ranks that compute together do not take turns"
+        for name, message in division_problems(len(stage.ranks) // max(1, stage.shards), stage.shares, stage.policy):
             yield f"stages[{s}].{name}", message
 
 

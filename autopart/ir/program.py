@@ -22,7 +22,7 @@ from autopart.ir.actions import (
     Action,
     Slot,
 )
-from autopart.ir.shares import Division, Transfer, common_period, division, split_rows
+from autopart.ir.shares import Division, Transfer, common_period, division, split_among
 
 MESSAGES_AHEAD = 2
 """Number of receives that a channel posts before they are needed; each of them and each send under way has a buffer."""
@@ -81,7 +81,8 @@ class Program:
     statistics: stages whose replicas share batch statistics in every compute.  posting: for each rank its exchanges in
     the order in which it posts them; empty if the transport may post messages ahead (`passes.program.messages`).
     rhythm: of asynchronous training; nothing then happens once a step.  forward_only: stages without a backward, whose
-    optimizer does nothing.  unsummed: stages whose replicas have nothing to sum: no gradients, no new buffers.
+    optimizer does nothing.  unsummed: stages whose replicas have nothing to sum: no gradients, no new buffers.  parted:
+    tied parameters of which each rank of a shard group has a part.
     """
 
     micros: int
@@ -98,6 +99,7 @@ class Program:
     rhythm: Streaming | None = None
     forward_only: tuple[int, ...] = ()
     unsummed: tuple[int, ...] = ()
+    parted: tuple[str, ...] = ()
 
     @property
     def updates(self) -> tuple[int, ...]:
@@ -160,6 +162,12 @@ class Program:
         """Return the ranks that run any of these stages, ascending."""
         return tuple(sorted({rank for stage in stages for rank in self.stage_ranks[stage]}))
 
+    def tied_ranks(self, name: str, stages: Iterable[int]) -> tuple[tuple[int, ...], ...]:
+        """Return the groups of ranks that have the same of a tied parameter: all, or those with the same part."""
+        parts = self.division(0).shards if name in self.parted else 1
+        every = [[r for s in stages for r in self.stage_ranks[s][n::parts]] for n in range(parts)]
+        return tuple(tuple(sorted(set(ranks))) for ranks in every)
+
     def division(self, stage: int) -> Division:
         """Return how the ranks of a stage divide micro-batches."""
         return self.divisions[stage] if self.divisions else division(len(self.stage_ranks[stage]))
@@ -214,8 +222,7 @@ class Program:
         return self._transfers(send.stage, send.peer, send.micro)
 
     def _transfers(self, src: int, dst: int, micro: int) -> tuple[Transfer, ...]:
-        senders, receivers = self.stage_ranks[src], self.stage_ranks[dst]
-        return split_rows(senders, receivers, self.division(src).cuts(micro), self.division(dst).cuts(micro))
+        return split_among(self.stage_ranks[src], self.stage_ranks[dst], self.division(src), self.division(dst), micro)
 
     def channels(self, src: int, dst: int) -> tuple[tuple[int, int], ...]:
         """Return the pairs (rank of src, rank of dst) that may exchange messages, in the order of the first ones."""

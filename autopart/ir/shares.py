@@ -90,15 +90,17 @@ class Division:
 
     shares: of each rank, as small whole numbers; a rank has shares[i] / sum(shares) of the rows of every micro-batch.
     in_turn: micro-batch m runs whole on rank m % len(shares) instead.  Use `division` to make one: it reduces shares to
-    lowest terms.
+    lowest terms.  shards: ranks that compute parts of the same rows, side by side: each of them has the rows of its
+    replica.
     """
 
     shares: tuple[int, ...] = (1,)
     in_turn: bool = False
+    shards: int = 1
 
     @property
     def count(self) -> int:
-        """Number of ranks."""
+        """Number of replicas."""
         return len(self.shares)
 
     @property
@@ -136,23 +138,23 @@ class Division:
         return tuple(int(replica > micro % self.count) for replica in range(self.count + 1))
 
     def windows(self, micro: int, rows: int) -> tuple[Window, ...]:
-        """Return the rows of each replica, in order; with few rows, some replicas have none.
+        """Return the rows of each rank, in order; with few rows, some replicas have none.
 
         Cuts are at cut * rows / whole, rounded up.  So two ranks of two stages have rows in common only if their cuts
         overlap (`split_rows`), for any number of rows: one channel for each of these pairs is enough.
         """
         cuts = self.cuts(micro)
         ends = [-(-cut * rows // cuts[-1]) for cut in cuts]
-        return tuple(Window(first, end - first, rows) for first, end in pairwise(ends))
+        return tuple(Window(first, end - first, rows) for first, end in pairwise(ends) for _ in range(self.shards))
 
 
-def division(count: int, shares: Sequence[int] = (), policy: Policy = "split") -> Division:
-    """Return the division of a stage on `count` ranks; without shares all are equal."""
+def division(count: int, shares: Sequence[int] = (), policy: Policy = "split", shards: int = 1) -> Division:
+    """Return the division of a stage among `count` replicas; without shares all are equal."""
     in_turn = policy == "turn" and count > 1
     if not shares or in_turn or count == 1:
-        return Division((1,) * count, in_turn)
+        return Division((1,) * count, in_turn, shards)
     common = gcd(*shares)
-    return Division(tuple(share // common for share in shares))
+    return Division(tuple(share // common for share in shares), shards=shards)
 
 
 def division_problems(count: int, shares: Sequence[int], policy: str) -> Iterator[tuple[str, str]]:
@@ -168,13 +170,13 @@ def division_problems(count: int, shares: Sequence[int], policy: str) -> Iterato
 
 
 def parts(divided: Division, micro: int, rows: int) -> tuple[int, ...]:
-    """Return the number of rows that each replica has."""
+    """Return the number of rows that each rank has."""
     return tuple(window.own for window in divided.windows(micro, rows))
 
 
 @lru_cache(maxsize=64)
 def parts_of_all(divided: Division, micro_rows: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Return the number of rows that each replica has of each micro-batch; cached, since steps are mostly alike."""
+    """Return the number of rows that each rank has of each micro-batch; cached, since steps are mostly alike."""
     return tuple(parts(divided, micro, rows) for micro, rows in enumerate(micro_rows))
 
 
@@ -192,6 +194,15 @@ def copies_of(divisions: Sequence[Division]) -> int:
     """Return the number of equal pipelines side by side; 1 if shares differ."""
     equal = all(max(each.shares) == 1 and not each.in_turn for each in divisions)
     return gcd(*(each.count for each in divisions)) if equal else 1
+
+
+def split_among(
+    senders: tuple[int, ...], receivers: tuple[int, ...], a: Division, b: Division, micro: int
+) -> tuple[Transfer, ...]:
+    """Return the transfers of a message between two stages: of each shard of one to the same shard of the other."""
+    cuts = a.cuts(micro), b.cuts(micro)
+    pairs = [(senders[n :: a.shards], receivers[n :: b.shards]) for n in range(a.shards)]
+    return tuple(transfer for ours, theirs in pairs for transfer in split_rows(ours, theirs, *cuts))
 
 
 @lru_cache(maxsize=4096)
@@ -216,17 +227,22 @@ def split_rows(
 
 
 def passages(
-    windows: Sequence[Window], senders: Sequence[int], others: Sequence[Window], receivers: Sequence[int]
+    windows: Sequence[Window],
+    senders: Sequence[int],
+    others: Sequence[Window],
+    receivers: Sequence[int],
+    shards: int = 1,
 ) -> tuple[Passage, ...]:
     """Return what passes between the ranks of two stages for a micro-batch.
 
     Each row passes once, in order; values without rows pass once to each receiver.  windows, others: rows of the
-    senders and of the receivers.  O(senders * receivers).
+    senders and of the receivers.  shards: of both; each passes what it has to the same one.  O(senders * receivers).
     """
     found: list[Passage] = []
-    for dst, wanted in zip(receivers, others, strict=True):
+    for place, (dst, wanted) in enumerate(zip(receivers, others, strict=True)):
         first_sender = True
-        for src, held in zip(senders, windows, strict=True):
+        alike = slice(place % shards, None, shards)
+        for src, held in zip(senders[alike], windows[alike], strict=True):
             first, end = max(held.first, wanted.first), min(held.end, wanted.end)
             if first < end:
                 found.append(Passage(src, dst, first, end, first_sender, held == wanted))
@@ -264,28 +280,40 @@ def _dealt(descending: Sequence[int], replicas: int) -> Iterator[int]:
         yield owner
 
 
-_PART = re.compile(r"(?s)(.*)\[(0|[1-9]\d*):(0|[1-9]\d*)/([1-9]\d*)\]")
+_PART = re.compile(r"(?s)(.*)\[(0|[1-9]\d*):(0|[1-9]\d*)/([1-9]\d*)(?:x([1-9]\d*))?\]")
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Piece:
     """Part `index` of `parts` equal parts of a tensor along one axis; a whole tensor is the only one of its parts.
 
-    name: of the tensor.  A whole tensor prints as its name, and "w[1:0/2]" is the first half of w along axis 1.
+    name: of the tensor.  blocks: equal blocks of the axis, of each of which it has this part: the heads of a rank in a
+    product that makes queries, keys and values.  A whole tensor prints as its name, "w[1:0/2]" is the first half of w
+    along axis 1, and "w[1:0/2x3]" the first halves of three blocks.
     """
 
     name: str
     axis: int = 0
     parts: int = 1
     index: int = 0
+    blocks: int = 1
 
     def __str__(self) -> str:
-        return self.name if parse_piece(self.name) == self else f"{self.name}[{self.axis}:{self.index}/{self.parts}]"
+        blocks = f"x{self.blocks}" if self.blocks > 1 else ""
+        text = f"{self.name}[{self.axis}:{self.index}/{self.parts}{blocks}]"
+        return self.name if parse_piece(self.name) == self else text
 
     @property
     def is_whole(self) -> bool:
         """Whether it is the whole tensor."""
         return self.parts == 1
+
+    @property
+    def spans(self) -> Iterator[tuple[Fraction, Fraction]]:
+        """The parts of its axis that it has, each from where to where."""
+        for block in range(self.blocks):
+            first = Fraction(block * self.parts + self.index, self.blocks * self.parts)
+            yield first, first + Fraction(1, self.blocks * self.parts)
 
 
 @lru_cache(maxsize=1 << 16)
@@ -294,22 +322,25 @@ def whole(name: str) -> Piece:
     return Piece(name)
 
 
-def cut(name: str, axis: int, parts: int) -> tuple[Piece, ...]:
+def cut(name: str, axis: int, parts: int, blocks: int = 1) -> tuple[Piece, ...]:
     """Return all pieces of a tensor, in order."""
-    return tuple(Piece(name, axis, parts, index) for index in range(parts)) if parts > 1 else (whole(name),)
+    return tuple(Piece(name, axis, parts, n, blocks) for n in range(parts)) if parts > 1 else (whole(name),)
 
 
 def parse_piece(text: str) -> Piece:
     """Return the piece that prints like this."""
     found = _PART.fullmatch(text)
-    axis, index, parts = map(int, found.groups()[1:]) if found else (0, 0, 0)
-    known = found and index < parts and (parts > 1 or axis == 0)
-    return Piece(found[1], axis, parts, index) if found and known else whole(text)
+    axis, index, parts, blocks = [int(n or 1) for n in found.groups()[1:]] if found else (0, 0, 0, 1)
+    known = found and index < parts and (parts > 1 or (axis == 0 and blocks == 1))
+    return Piece(found[1], axis, parts, index, blocks) if found and known else whole(text)
 
 
 def overlap(a: Piece, b: Piece) -> Fraction:
     """Return how much of their tensor two pieces of it have in common."""
     if a.axis != b.axis:
         return Fraction(1, a.parts * b.parts)
-    first = max(Fraction(a.index, a.parts), Fraction(b.index, b.parts))
-    return max(Fraction(0), min(Fraction(a.index + 1, a.parts), Fraction(b.index + 1, b.parts)) - first)
+    if a.blocks == b.blocks:  # alike in every block
+        first = max(Fraction(a.index, a.parts), Fraction(b.index, b.parts))
+        return max(Fraction(0), min(Fraction(a.index + 1, a.parts), Fraction(b.index + 1, b.parts)) - first)
+    pairs = ((own, other) for own in a.spans for other in b.spans)
+    return sum((max(Fraction(0), min(o[1], t[1]) - max(o[0], t[0])) for o, t in pairs), Fraction(0))

@@ -40,6 +40,7 @@ class OptionsDict(TypedDict, total=False):
     stages: Literal["auto"] | int | None
     micro_batches: Literal["auto"] | int | None
     replicas: Literal["auto"] | int | Sequence[int] | None
+    tensor_parallel: Literal["auto"] | int
     precision: Precision | torch.dtype | str | None
     optimizer: OptimizerLike | None
     schedule: str | Order | Schedule | None
@@ -134,10 +135,14 @@ _OTHER_NAMES = {
     "dtype amp autocast mixed_precision bf16 fp16": 'precision= takes "fp32", "bf16" or "fp16"',
     "activation_checkpointing gradient_checkpointing checkpoint remat": 'recompute= takes "auto", "off" or "all"',
     "zero_stage zero_optimization sharding_strategy": 'zero= takes 0, 1 or "auto"',
-    "train_batch_size per_device_train_batch_size global_batch_size": "sample= takes one whole batch; its rows count",
-    "tp tp_size tensor_parallel_size tensor_model_parallel_size mesh device_mesh": (
-        "there is no tensor parallelism: a plan has stages= and replicas="
+    "train_batch_size per_device_train_batch_size global_batch_size batch_size": (
+        "sample= takes one whole batch; its rows count"
     ),
+    "find_unused_parameters static_graph gradient_as_bucket_view broadcast_buffers": (
+        "drop it: a plan knows what is used"
+    ),
+    "max_memory": "memory: of a device in a cluster file limits the plan",
+    "tp tp_size tensor_parallel_size tensor_model_parallel_size mesh device_mesh": "tensor_parallel= is their number",
     "fsdp fsdp_config deepspeed deepspeed_config": 'drop it: the plan divides the model; zero= takes 0, 1 or "auto"',
     "world_size nproc_per_node num_processes num_gpus device devices device_map device_ids": (
         'cluster= takes "cpu:2", "cuda:8" or a file'

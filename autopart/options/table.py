@@ -183,6 +183,13 @@ class Options:
         Values(_are_counts, "use a number, or one for each stage: replicas=(2, 1)", _as_tuple, auto=True),
         planned=True,
     )
+    tensor_parallel: int | str = option(
+        "ranks that divide the weights and the work of every stage: attention heads, hidden axes, the vocabulary, and "
+        'tokens in between; they lie next to each other on the fastest links; "auto" tries all that fit there',
+        Values(_is_count, 'use an integer of at least 1, or "auto"', words=("auto",)),
+        default=1,
+        planned=True,
+    )
     precision: Precision | None = option(
         '"fp32" runs the model as it is, "bf16" and "fp16" run it as under torch.autocast; default: the precision of '
         'plan=, else "fp32"',
@@ -317,7 +324,10 @@ class Options:
     cache: bool = option(
         "reuse the plan that answered the same question before; False searches again", _FLAG, default=True
     )
-    watch: Watch | None = option("watch(phase, best step in ns or 0, lower bound in ns or 0), called during the search")
+    watch: Watch | None = option(
+        "watch(phase, best step in ns or 0, lower bound in ns or 0), called during the search",
+        Values(callable, "pass a function: watch=lambda phase, best_ns, bound_ns: print(phase)"),
+    )
     rows_axis: Mapping[str, int | None] = option(
         'axis on which inputs have rows, None for an input without: {"positions": 1, "weights": None}; of others, '
         "those whose axis 0 has as many entries as most others' are taken to have rows there",

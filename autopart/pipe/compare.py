@@ -167,7 +167,7 @@ def verify_step(
             reference = RANDOM if random else TERMS
             alone = replace(
                 options, stages=1, stages_per_rank=1, replicas=1, micro_batches=len(micro_rows), schedule="1f1b",
-                cuts=(), pins={}, plan=None, costs="analytic",
+                tensor_parallel=1, cuts=(), pins={}, plan=None, costs="analytic",
             )  # fmt: skip
             with _pipe_of_copy(model, cluster, sample, alone) as single:
                 expected = _outcome(single, sample)

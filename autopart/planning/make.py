@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass, replace
+from functools import partial
 
 import torch
 
@@ -39,8 +40,8 @@ from autopart.passes.search.space import PlanRequest
 from autopart.passes.simulation.stage_costs import device_types
 from autopart.planning.derive.family import ProgramFamily, another_size, capture_family
 from autopart.planning.derive.reduction import WHOLE, BatchRule, loss_reduction, rule_of
-from autopart.planning.derive.token_axis import AskedSlices, asked_slices, sequence_length
-from autopart.planning.notes import moving, notes_on
+from autopart.planning.derive.token_axis import AskedSlices, asked_slices
+from autopart.planning.notes import hint_at_slices, moving, notes_on
 from autopart.planning.restrictions import (
     PlanningTask,
     Tell,
@@ -54,15 +55,12 @@ from autopart.planning.restrictions import (
     with_more_rows,
     with_reduction,
 )
+from autopart.planning.shards import fastest, require_shardable
 from autopart.runtime.activity import patient
 
-IDLE = 0.15
-"""Bubble from which slices of sequences are suggested."""
 SETTLED, CLEARLY = 3, 0.95
 """Plans that are made with the costs of their own size, and the part of the fastest one's step below which another way
 to cut the batch must be promised to become one of them."""
-LONG = 64
-"""Tokens of a sequence from which slices are suggested."""
 
 RUN_ORDERS = ("eager",)
 """Backends for whose stages the planner may choose split backwards and several stages a rank by itself."""
@@ -138,6 +136,8 @@ def _searched(
     with _phase("capturing the model"):
         family = capture_family(captures, batch, first, other_sizes(splits, batch))
     require_something_to_train(family.base.graph)
+    if options.tensor_parallel not in (1, "auto"):
+        require_shardable(family.base.graph, options)
     # How the batch may be cut, and whether stages may have replicas.
     task = at_known_sizes(PlanningTask(family, splits, cluster, options, to_run, tell=tell))
     # How the losses of parts of the batch combine, or a refusal.
@@ -185,24 +185,12 @@ def _built(task: PlanningTask, costs: CostedGraph) -> Plan:
     cost_model = CostModel(costs.graph, twin, device_types(task.cluster))
     group_ns = DEVICE_KINDS[task.cluster.kind].group_ns
     asked = PlannerInput(costs.graph, cost_model, torch.__version__, costs.source, group_ns)
-    plan = _found_or_built(asked, twin, task.cluster, request, task.options)
+    plan = fastest(asked, twin, task.cluster, request, task.options, partial(_found_or_built, options=task.options))
     precision = precision_of(task.options, None)
     if is_stand_in(precision, task.cluster.devices[0].device_type):
         notes = (*notes, "this torch has no CUDA: its casts are those of CPUs; to run it, plan again on the cluster")
-    notes = (*costs.notes, *notes, *_hint_at_slices(task, plan))
+    notes = (*costs.notes, *notes, *hint_at_slices(task.options, task.family.batch, plan))
     return replace(plan, provenance=replace(plan.provenance, precision=precision)).with_notes(*notes)
-
-
-def _hint_at_slices(task: PlanningTask, plan: Plan) -> tuple[str, ...]:
-    """Return a note if slices of sequences may help; they are tried only on request, as that takes another capture."""
-    if task.options.token_slices is not None or plan.outlook.bubble < IDLE or len(plan.stages) < 2:
-        return ()
-    tokens = sequence_length(task.family.batch)
-    if tokens is None or tokens < LONG:
-        return ()
-    return (
-        f'devices idle for {plan.outlook.bubble:.0%} of the step: token_slices="auto" tries slices of the sequences',
-    )
 
 
 def _request(task: PlanningTask, graph: Graph) -> tuple[PlanRequest, tuple[str, ...]]:
@@ -318,6 +306,8 @@ def _given(given: Plan, captures: CaptureCache, batch: Batch, cluster: Cluster, 
     match_plan(
         given, captured.graph, torch_version=torch.__version__, world=cluster.world, local=cluster.levels[0].size
     )
+    if given.decision.shards > 1:
+        require_shardable(captured.graph, options, given)
     other = None
     replicated = any(stage.division.splits for stage in given.stages)
     if len(given.micro_rows) > 1 or (replicated and batch.rows is not None):

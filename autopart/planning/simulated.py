@@ -7,6 +7,7 @@ from autopart.capture import CaptureCache, Captured
 from autopart.costs.optimizer_state import narrowest_bytes, state_factor
 from autopart.costs.sources import COST_SOURCES, costed
 from autopart.ir.cluster import DEVICE_KINDS, Cluster
+from autopart.ir.errors import RefusedError
 from autopart.ir.graph import Size
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program
@@ -29,6 +30,11 @@ def estimated_plan(
     captured: the program that the plan was made from.  Costs come from the source that the options name, else from that
     of the plan.  Raises as `make_plan`.
     """
+    if plan.decision.shards > 1:
+        raise RefusedError(
+            "a plan with tensor parallelism is simulated when it is made, not once more",
+            fix="look at plan.outlook, or plan again with tensor_parallel=",
+        )
     source = options.costs
     if source == "auto" and plan.provenance.costs in COST_SOURCES:
         source = plan.provenance.costs

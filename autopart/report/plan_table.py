@@ -247,6 +247,8 @@ def summary(decision: Decision) -> str:
     ]
     if lengths := decision.token_slices:
         parts.append(f"{len(lengths)} slices of {listed_runs(lengths)} tokens")
+    if decision.shards > 1:
+        parts.append(f"each divided among {decision.shards} ranks (tensor parallelism)")
     if decision.copies > 1 and len(decision.stages) > 1:
         parts.append(f"{decision.copies} copies of the pipeline")
     if decision.zero:

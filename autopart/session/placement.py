@@ -13,6 +13,8 @@ from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision, Stage
 from autopart.ir.shares import Piece, cut, overlap, owners_of, whole
 from autopart.passes.program.routing import homes, tied
+from autopart.passes.shards.choice import Held, pieces_of
+from autopart.passes.shards.states import cut as cut_state
 from autopart.runtime.group.world import World
 from autopart.runtime.messages.moves import Route, move_tensors
 from autopart.runtime.sums.shared_values import Sharing
@@ -45,6 +47,12 @@ class Placement:
     def pieces(self, name: str) -> tuple[Piece, ...]:
         """Return the pieces of a tensor."""
         return self.cuts.get(name) or (whole(name),)
+
+    @property
+    def held(self) -> Held:
+        """How the ranks of a shard group divide parameters."""
+        firsts = (pieces[0] for pieces in self.cuts.values())
+        return tuple((first.name, cut_state(first.axis, first.blocks)) for first in firsts)
 
     def piece(self, rank: int, name: str) -> Piece:
         """Return what a rank holds of a tensor, if it holds anything of it."""
@@ -81,8 +89,10 @@ class Placement:
         return {piece: self.owners.get(piece, 0) for name in names for piece in self.pieces(name)}
 
 
-def placement_of(graph: Graph, decision: Decision) -> Placement:
+def placement_of(graph: Graph, decision: Decision, divided: Held | None = None) -> Placement:
     """Return where a plan puts the parameters and buffers of its graph; constants are part of the stage's code.
+
+    divided: what its ranks divide, if it was made for another graph of the model.
 
     A parameter of several stages has a copy with an owner in each: equal gradients and equal optimizers keep the copies
     equal.  Raises PlanError (`_check_shared`).  O(ops + parameters * log(parameters)).
@@ -100,15 +110,16 @@ def placement_of(graph: Graph, decision: Decision) -> Placement:
     for number, stage in enumerate(decision.stages):
         used = dict.fromkeys(name for op in stage.ops for name in ops[op].params if name not in constants)
         used.update(dict.fromkeys(name for name, home in unused.items() if home == number))
-        axes = {name: axis for each in SHARDINGS for name, axis in each.axes(graph, stage).items() if name in used}
-        shared = [name for name in used if name in trained and name not in axes]
+        parts = _parts_of(graph, stage, used, divided)
+        shared = [name for name in used if name in trained and name not in parts]
         dealt = _dealt(stage, shared, trained, keepers) if decision.zero else {}
         sharing.append(Sharing(stage.ranks, dealt, decision.bucket_bytes))
         for name in used:
-            pieces = cut(name, axes[name], len(stage.ranks)) if name in axes else (whole(name),)
-            if cuts.setdefault(name, pieces) != pieces or (len(pieces) > 1 and pieces[0] in holders):
+            pieces = parts.get(name, (whole(name),))
+            several = len(pieces) > 1 and pieces[0] in holders and decision.shards == 1
+            if cuts.setdefault(name, pieces) != pieces or several:
                 raise PlanError(f"{name} is cut into pieces, and several stages use it", fix="put them into one stage")
-            holding = [stage.ranks] if len(pieces) == 1 else [(rank,) for rank in stage.ranks]
+            holding = [stage.ranks[place :: len(pieces)] for place in range(len(pieces))]
             for piece, ranks in zip(pieces, holding, strict=True):
                 keeping = (dealt[name],) if name in dealt else ranks
                 owners.setdefault(piece, keeping[0])
@@ -126,6 +137,17 @@ def placement_of(graph: Graph, decision: Decision) -> Placement:
     held, kept = ({piece: tuple(sorted(ranks)) for piece, ranks in of.items()} for of in (holders, keepers))
     cuts = {name: pieces for name, pieces in cuts.items() if len(pieces) > 1}
     return Placement(held, kept, owners, cuts, tuple(sharing), dict(tied(decision, graph)))
+
+
+def _parts_of(graph: Graph, stage: Stage, used: Collection[str], held: Held | None) -> dict[str, tuple[Piece, ...]]:
+    """Return the pieces of each parameter that the ranks of a stage divide."""
+    axes = {name: axis for each in SHARDINGS for name, axis in each.axes(graph, stage).items() if name in used}
+    found = {name: cut(name, axis, len(stage.ranks)) for name, axis in axes.items()}
+    divided = () if stage.shards == 1 else pieces_of(graph, stage.shards).items() if held is None else held
+    for name, state in divided:
+        if name in used:
+            found[name] = cut(name, state.axis, stage.shards, state.before)
+    return found
 
 
 def _check_shared(graph: Graph, decision: Decision) -> None:

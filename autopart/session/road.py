@@ -157,7 +157,8 @@ class Road:
         batch, signature, counts, failure = self.own_batch(mode, arguments, sharded=sharded, samples=samples)
         version = self._captures.version
         needing = self._standing.needing
-        needed, key = needing if mode == "step" else needing[:1], (self._options.seed, step)
+        needed = needing if mode == "step" else needing[: self._standing.plan.decision.shards]
+        key = self._options.seed, step
         settle = self._calls.enter(
             CALLS[mode], failure, needed=needed, signature=signature, version=version,
             rows=(batch.rows or 0) if batch is not None else 0, scale=scale, sharded=sharded, counts=counts,

@@ -195,12 +195,12 @@ class Session:
 
     @contextmanager
     def _telling(self, options: Options) -> Iterator[Callable[[Size], None]]:
-        """Yield what tells the other ranks, once, the size at which the plan is likely to run (`_capture_early`)."""
-        told: list[Size | None] = []
+        """Yield what tells the other ranks a size at which the plan is likely to run (`_capture_early`)."""
+        told: set[Size | None] = set()
 
         def tell(size: Size | None) -> None:
-            if not told:
-                told.append(size)
+            if size not in told:
+                told.add(size)
                 precision = precision_of(options, read_plan(options)) if size is not None else None
                 self.world.broadcast_object((size, precision))
 
@@ -212,9 +212,9 @@ class Session:
         tell(None)
 
     def _capture_early(self, batch: Batch) -> None:
-        """Capture at the size that rank 0 expects while it still plans; what fails is raised once the plan is there."""
-        size, precision = self.world.broadcast_object(None)
-        if size is not None:
+        """Capture at the sizes that rank 0 expects while it plans; what fails is raised once the plan is there."""
+        while (told := self.world.broadcast_object(None))[0] is not None:
+            size, precision = told
             with patient("capturing the model"), suppress(*FAILURES):
                 self._run_in(precision)
                 self.captures(batch, size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
@@ -18,12 +19,15 @@ from autopart.ir.shares import RowLayout, parts
 from autopart.passes.program.orders import Shape
 from autopart.passes.program.routing import edges
 from autopart.passes.program.schedules import find, pattern
+from autopart.passes.shards.choice import Held
 from autopart.passes.tokens.recipe import Recipe
 from autopart.planning.derive.reduction import BatchRule, Layouts
 from autopart.planning.derive.token_axis import token_recipe
+from autopart.runtime.stages.shard_group import Members
 from autopart.runtime.stages.stage_module import StageModule, StageSlices
 from autopart.runtime.tensors import LocalTensors
 from autopart.stagecode.compilers import COMPILERS, EAGER, Compiler
+from autopart.stagecode.shards import held_graph, held_layouts
 from autopart.stagecode.slicing import SliceChecks
 from autopart.stagecode.split import leaving, stage_module, wait_for
 from autopart.stagecode.token_slices import slice_stage
@@ -47,9 +51,13 @@ class StageCode:
         rewrites: Mapping[int, Sequence[Callable[[StageModule], None]]],
         *,
         backend: str = EAGER,
+        members: Mapping[int, Members] = MappingProxyType({}),
+        held: Held = (),
     ) -> None:
         """awaited: parameters whose values may be under way when the code begins.  rewrites: by stage, what
-        lets the code of its ranks compute together.  backend: what code for the usual number of rows runs on."""
+        lets the code of its ranks compute together.  backend: what code for the usual number of rows runs on.
+        members: by stage, the ranks that compute parts of the same rows.  held: the parameters that they divide."""
+        self._members, self._held = members, held
         self._captures, self._decision, self._tensors, self._device = captures, decision, tensors, device
         self._awaited, self.rewrites, self._backend = awaited, rewrites, backend
         self._split = split_stages(decision)
@@ -86,9 +94,9 @@ class StageCode:
         """
         graph = captured.graph
         recipe = self._recipe(batch, graph.rows)
-        self.specs[graph.rows] = specs_of(graph)
+        self.specs[graph.rows] = specs_of(held_graph(graph, self._decision.shards, self._held))
         self.checks.note_copies(captured)
-        self.layouts.update({name: layout for name, layout in rule.layouts.items() if layout is not None})
+        self.layouts.update(held_layouts(graph, self._decision.shards, self._held, rule.layouts))
         if recipe is not None:
             self.prologue = recipe.prologue
             self.checks.add(captured, recipe, masks=0 in stages)
@@ -119,7 +127,7 @@ class StageCode:
             compiled = self._backend != EAGER and stage not in self.rewrites and captured.graph.rows in usual
             code = stage_module(
                 captured, links, stage, planned, self._device, adjusted, rule.layouts, eager=not compiled,
-                deferrable=deferrable,
+                deferrable=deferrable, members=self._members.get(stage), held=self._held,
             )  # fmt: skip
             return None, (self._compiled(captured, links, stage, code) if compiled else code,)
         outputs, lengths = leaving(captured.graph, links, stage, set(planned.ops)), self._decision.token_slices

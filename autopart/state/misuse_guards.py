@@ -170,9 +170,9 @@ def watch_optimizers(
     world_size: int, tensors: Callable[[], LocalTensors], kept: Callable[[], set[int]]
 ) -> Callable[[], None]:
     """Let steps of optimizers raise UsageError if they read all parameters at once (over several ranks), or update
-    parameters that have an fp32 master weight, or were made for the parameters of an earlier plan.  tensors: returns
-    what this rank holds, which changes with the plan.  kept: returns the identities of the parameters that this rank
-    updates.  Returns a function that removes the check."""
+    parameters that have an fp32 master weight, or were made for the parameters of an earlier plan, or may look at whole
+    tensors where this rank holds pieces.  tensors: returns what this rank holds, which changes with the plan.  kept:
+    returns the identities of the parameters that this rank updates.  Returns a function that removes the check."""
 
     needing: dict[type, bool] = {}
     seen: WeakKeyDictionary[torch.optim.Optimizer, tuple[LocalTensors | None, set[int], set[int]]] = WeakKeyDictionary()
@@ -193,6 +193,8 @@ def watch_optimizers(
                 why="it would not update the parameters that this rank received",
                 fix="pipe.adopt(plan, optimizer), which keeps its state; or make a new one from pipe.parameters()",
             )
+        if earlier is not held:
+            _require_elementwise(optimizer, held, set(driven))
         seen[optimizer] = held, mine, set(driven)
         if not together and not rounded:
             return
@@ -212,6 +214,28 @@ def watch_optimizers(
 
     handle = register_optimizer_step_pre_hook(before_step)
     return handle.remove
+
+
+ELEMENTWISE = frozenset(
+    ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "ASGD", "Rprop")
+)
+"""Optimizers of torch that update each element of a parameter by itself."""
+
+
+def _require_elementwise(optimizer: torch.optim.Optimizer, held: LocalTensors, driven: set[int]) -> None:
+    """Raise UsageError for an optimizer that may look at whole tensors, and is given pieces of them."""
+    kind = type(optimizer)
+    known = kind.__name__ in ELEMENTWISE and kind.__module__.startswith("torch.optim.")
+    if known or getattr(optimizer, "elementwise", False):
+        return
+    cut = next((n for n, t in held.driven.items() if id(t) in driven and not held.piece(n).is_whole), None)
+    if cut is not None:
+        raise UsageError(
+            f"{kind.__name__} may look at whole tensors, and this rank holds a part of {cut}",
+            why="norms, factors or blocks of a part are not those of the whole tensor: it would train another model",
+            fix="use an optimizer of torch.optim that updates each element by itself, such as AdamW; or set "
+            "optimizer.elementwise = True if this one does; or use tensor_parallel=1",
+        )
 
 
 def _unled(held: LocalTensors, optimizers: Iterable[torch.optim.Optimizer], new: set[int]) -> bool:

@@ -186,7 +186,7 @@ def load_state(
         for name, target in held.items():
             first = session.tied.get(name, name)
             if own[name] is not target and not own[name].is_meta:
-                session.tensors.cut(first, own[name]).copy_(target)
+                session.tensors.write(first, own[name], target)
             given = state.get(name)
             if own_way and not (isinstance(given, torch.Tensor) and torch.equal(given.to(target), target)):
                 given = target

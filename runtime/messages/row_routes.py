@@ -62,7 +62,8 @@ class RowRoutes:
         src, dst = min(stage, peer), max(stage, peer)
         windows = {each: program.division(each).windows(micro, rows) for each in (src, dst)}
         mine = windows[stage][program.stage_ranks[stage].index(self._rank)]
-        for passage in passages(windows[src], program.stage_ranks[src], windows[dst], program.stage_ranks[dst]):
+        shards, ranks = program.division(src).shards, program.stage_ranks
+        for passage in passages(windows[src], ranks[src], windows[dst], ranks[dst], shards):
             own, other = (passage.src, passage.dst) if stage == src else (passage.dst, passage.src)
             if own != self._rank:
                 continue

@@ -26,11 +26,11 @@ class TiedGradients:
         self._world, self._program = world, program
         self._ties: dict[tuple[int, ...], list[tuple[str, dist.ProcessGroup]]] = {g: [] for g in program.groups(TIED)}
         for name, stages in program.tied:
-            ranks = program.ranks_of(stages)
-            group = world.group(ranks) if len(ranks) > 1 else None
-            if world.rank in ranks and group is not None:
-                linked = next(found for found in self._ties if stages[0] in found)
-                self._ties[linked].append((name, group))
+            for ranks in program.tied_ranks(name, stages):
+                group = world.group(ranks) if len(ranks) > 1 else None
+                if world.rank in ranks and group is not None:
+                    linked = next(found for found in self._ties if stages[0] in found)
+                    self._ties[linked].append((name, group))
 
     def __call__(self, action: Action, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         """Sum this step's gradients, in the order of `Program.tied` on all ranks."""

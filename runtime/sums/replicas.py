@@ -163,7 +163,8 @@ class Replicated:
 
     released: parameters that are summed, in the order in which a backward releases their gradients.  sparse: those with
     sparse gradients.  updated: buffers that change.  owners: the rank that owns a parameter; all ranks keep the others.
-    bucket_bytes: gradients that are summed at once.
+    bucket_bytes: gradients that are summed at once.  parted: parameters of which a rank has a piece, as `released`:
+    they are summed over the replicas with the same piece.
     """
 
     released: tuple[str, ...] = ()
@@ -171,6 +172,7 @@ class Replicated:
     updated: tuple[str, ...] = ()
     owners: Mapping[str, int] = field(default_factory=dict)
     bucket_bytes: int = BUCKET_BYTES
+    parted: tuple[str, ...] = ()
 
 
 def open_sums(world: World, program: Program, of: Mapping[int, Replicated]) -> dict[int, ReplicaSums]:
@@ -187,20 +189,39 @@ def open_sums(world: World, program: Program, of: Mapping[int, Replicated]) -> d
         members = tuple(sorted(ranks))
         group = world.group(members, purpose=f"replicas{opened[members] or ''}" if world.overlaps else "")
         opened[members] += 1
+        alike = _open_parts(world, program, stage)
         if world.rank in ranks:
-            found[stage] = ReplicaSums(world, ranks[0], group, of[stage])
+            found[stage] = ReplicaSums(world, ranks[0], group, of[stage], alike)
+    return found
+
+
+def _open_parts(world: World, program: Program, stage: int) -> dist.ProcessGroup | None:
+    """Open the groups of ranks that have the same pieces, and return that of this rank; None without others."""
+    divided, ranks, found = program.division(stage), program.stage_ranks[stage], None
+    for first in range(divided.shards if min(divided.shards, divided.count) > 1 else 0):
+        group = world.group(ranks[first :: divided.shards], purpose="pieces")
+        found = group if world.rank in ranks[first :: divided.shards] else found
     return found
 
 
 class ReplicaSums:
-    """Gradients and buffers of one stage of this rank.  first: the replica whose buffers all take."""
+    """Gradients and buffers of one stage of this rank.  first: the replica whose buffers all take.  alike: replicas
+    with the same pieces, None without."""
 
-    def __init__(self, world: World, first: int, group: dist.ProcessGroup, kept: Replicated) -> None:
-        self._world, self._first, self._group, self._kept = world, first, group, kept
+    def __init__(
+        self,
+        world: World,
+        first: int,
+        group: dist.ProcessGroup,
+        kept: Replicated,
+        alike: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._world, self._first, self._group, self._kept, self._alike = world, first, group, kept, alike
         self.updated = kept.updated
         self._parts: list[Part] | None = None
         self._buckets: list[Bucket] = []
-        self._launched = 0
+        self._launched = self._whole = 0
+        self._group_of: dict[int, dist.ProcessGroup | None] = {}
         self._armed = False
         self._watched: list[torch.nn.Parameter] = []
 
@@ -210,8 +231,12 @@ class ReplicaSums:
             names = [name for name in self._kept.released if name not in self._kept.sparse]
             owned = [(parameters[name], self._kept.owners.get(name)) for name in names]
             self._parts = parts_of(owned, self._kept.bucket_bytes)
+            self._whole = len(self._parts)
+            if self._alike is not None:
+                self._parts += parts_of([(parameters[n], None) for n in self._kept.parted], self._kept.bucket_bytes)
         self._launched = 0
         self._buckets = [Bucket.of(*part) for part in self._parts]
+        self._group_of = {id(bucket): self._alike for bucket in self._buckets[self._whole :]}
         owners = len({bucket.owner for bucket in self._buckets})
         for number, bucket in enumerate(self._buckets):  # for this step alone: other captures of the model refuse hooks
             if number >= len(self._buckets) - owners and bucket.flat.nbytes <= BUCKET_BYTES:
@@ -263,12 +288,13 @@ class ReplicaSums:
 
     def _launch(self, bucket: Bucket) -> None:
         bucket.write_flags()
+        group = self._group_of.get(id(bucket)) or self._group
         if not self._world.overlaps:
-            self._world.all_reduce(bucket.flat, self._group, to=bucket.owner)
+            self._world.all_reduce(bucket.flat, group, to=bucket.owner)
         elif bucket.owner is None:
-            bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
+            bucket.work = dist.all_reduce(bucket.flat, group=group, async_op=True)
         else:
-            bucket.work = dist.reduce(bucket.flat, bucket.owner, group=self._group, async_op=True)
+            bucket.work = dist.reduce(bucket.flat, bucket.owner, group=group, async_op=True)
 
     def finish(
         self, parameters: Mapping[str, torch.nn.Parameter], new_buffers: Iterable[torch.Tensor], *, uneven: bool

@@ -16,6 +16,8 @@ from support.languages.setups import REAL, Setup, drawn, smallest
 from support.oracles.any_plan import alone, judged, outcome, small_failure
 from support.workers import Workers
 
+from autopart.passes.program.orders import V
+
 CHUNK = 25
 PAIRED, FOUR = (10, 23, 29, 36, 44, 45, 46), (12, 29, 33, 35)
 """Seeds that run by default, on two and on four ranks."""
@@ -29,6 +31,12 @@ EXAMPLES = {
     ),
     "a replica without rows completes stages in an order of its own": Setup(
         "tied", (4, 4), counts=(2,), per_rank=2, schedule="weights last", micros=3, bucket_bytes=64
+    ),
+    "a loss that is scaled in fp16, over replicas": Setup(
+        "stack", (8, 8), counts=(2,), schedule="1f1b", micros=2, dtype="float32", precision="fp16", zero=1
+    ),
+    "a folded schedule of a model that recomputes a part of itself": Setup(
+        "checkpointed", (8, 6), counts=(1, 1), per_rank=2, placement=V, schedule="zb-v", micros=4
     ),
 }
 """On two ranks, what default seeds do not draw."""

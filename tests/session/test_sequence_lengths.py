@@ -35,7 +35,7 @@ class Masked(nn.Module):
 
 def page_collate() -> Any:
     """Return the collate function of the page."""
-    (code,) = re.findall(r"```python\n(def collate.*?)```", (ROOT / "docs/sequence_lengths.md").read_text(), re.DOTALL)
+    (code,) = re.findall(r"```python\n(def collate.*?)```", (ROOT / "docs/batches.md").read_text(), re.DOTALL)
     found: dict[str, Any] = {"torch": torch}
     exec(code, found)
     return found["collate"]

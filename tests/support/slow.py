@@ -19,6 +19,7 @@ PARTS = {
     "any-plan": ["e2e/test_any_plan.py"],
     "replicas": [
         "e2e/plans/test_replicas.py",
+        "e2e/plans/test_tensor_parallel.py",
         "e2e/asynchronous/test_asynchronous.py",
         "e2e/plans/test_blocking_messages.py",
     ],
@@ -30,6 +31,7 @@ PARTS = {
         "e2e/data/test_data.py",
         "e2e/models/test_models_from_meta.py",
         "e2e/failures/test_checkpoints.py",
+        "e2e/failures/test_failing_saves.py",
         "e2e/models/test_own_state.py",
         "e2e/plans/test_idle_ranks.py",
         "e2e/data/test_sampler.py",
@@ -102,6 +104,7 @@ PARTS = {
         "users/docs/test_examples.py",
         "extras/test_extras.py",
         "users/docs/test_example_scripts.py",
+        "users/docs/test_readme.py",
         "planning/test_planning.py",
         "benchmarks",
         "users/cli",

@@ -56,7 +56,7 @@ def test_every_option_is_in_the_docstring_of_the_function(function):
         ("mixed_precision", 'precision= takes "fp32"'),
         ("compress", "drop it"),
         ("deepspeed", "the plan divides the model"),
-        ("tensor_parallel_size", "no tensor parallelism"),
+        ("tensor_parallel_size", "tensor_parallel= is their number"),
         ("max_grad_norm", "pipe.clip_grad_norm_"),
         ("torch_compile", 'backend="inductor"'),
         ("wibble", "use one of loss_fn, stages"),

@@ -4,6 +4,7 @@
 dozen of them.  Where no op writes to memory, equal calls (`call_key`) become the same ops, and most stay what they are,
 since torch's dispatcher does not compose them of others (`_stays`).  So torch decomposes a small program that holds
 each of the other distinct calls once, on operands of its own, and its answers replace the calls of the large one.
+They are remembered, because models are captured again.
 
 An op in an autocast region of its own (`autocast`) counts as one call, whose casts become ops.  Any other
 program (an op that changes a tensor, another higher-order op, sizes that depend on data, a complex or quantized
@@ -41,14 +42,8 @@ from autopart.passes.ops.row import ASSERTION
 from autopart.passes.ops.table import row_of
 
 _aten = torch.ops.aten
-_KEYS: Any = torch._C.DispatchKey
-_BY_PYTHON = {
-    _KEYS.CompositeImplicitAutograd,
-    _KEYS.Autograd,
-    _KEYS.AutogradCPU,
-    _KEYS.AutogradCUDA,
-    _KEYS.Functionalize,
-}
+_KEY: Any = torch._C.DispatchKey
+_BY_PYTHON = {_KEY.CompositeImplicitAutograd, _KEY.Autograd, _KEY.AutogradCPU, _KEY.AutogradCUDA, _KEY.Functionalize}
 """Dispatch keys under which an op may be written in Python, of other ops."""
 _FORMS = {
     "float": float,
@@ -266,42 +261,53 @@ def _copied(
     target: Any = node.target
     name = graph._target_to_str(target.overloadpacket.__name__)
     env[node] = copy = graph.create_node("call_function", target, args, kwargs, name=name)
-    copy.meta = dict(meta, val=node.meta["val"])
-    if isinstance(node.meta["val"], torch.Tensor):
+    mode = pytree.tree_leaves(meta["val"])[0].fake_mode
+    value = pytree.tree_map_only(torch.Tensor, lambda tensor: _fake(tensor, mode), node.meta["val"])
+    copy.meta = dict(meta, val=value)
+    if isinstance(value, torch.Tensor):
         return
-    picks = picks_of(copy, node.meta["val"])
+    picks = picks_of(copy, value)
     env |= {user: picks[user.args[1]] for user in node.users}  # type: ignore[index]
 
 
 # -- what torch makes of each distinct call -------------------------------------------------------------------------
 
+_KNOWN: dict[Hashable, _Answer] = {}
+"""What earlier captures found, by state of torch and key: models are captured again for other plans and switches."""
+_MOST_KNOWN = 1000
+"""Entries, of some 10 KB each, from which on all are forgotten."""
+
 
 def _answers(calls: list[_Call]) -> dict[Hashable, _Answer]:
     """Return what torch makes of each distinct call that does not stay as it is, by decomposing one program that holds
-    all of them.
+    those not seen before.
 
     Raises NotImplementedError if `run_decompositions` has to be used for the whole program.
     """
     composite: Any = exported_program
     kept: set[Any] = composite._collect_all_valid_cia_ops()
+    state = (torch.get_default_dtype(), torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled())
     distinct = {call.key: call for call in calls if not _stays(call, kept)}
+    found = {key: _KNOWN[state, key] for key in distinct if (state, key) in _KNOWN}
+    distinct = {key: call for key, call in distinct.items() if key not in found}
     if not distinct:
-        return {}
+        return found
     graph, bodies = fx.Graph(), dict[str, fx.GraphModule]()
     operands = {key: [_operand(graph, operand) for operand in call.operands] for key, call in distinct.items()}
     results = {key: _put(graph, call, operands[key], bodies) for key, call in distinct.items()}
     graph.output(tuple(node for key in distinct for node in results[key]))
     made = _program(graph, bodies).run_decompositions({}).graph_module.graph
     places, returned = iter(made.find_nodes(op="placeholder")), iter(made.output_node().args[0])
-    known: dict[Hashable, _Answer] = {}
+    if len(_KNOWN) > _MOST_KNOWN:
+        _KNOWN.clear()
     for key in distinct:  # each call gets the ops between its operands and its results
         own = tuple(itertools.islice(places, len(operands[key])))
         out = tuple(itertools.islice(returned, len(results[key])))
-        found = made_of(out, own)
-        if any(node.op != "call_function" for node in found):
+        nodes = made_of(out, own)
+        if any(node.op != "call_function" for node in nodes):
             raise NotImplementedError
-        known[key] = _Answer(own, tuple(sorted(found)), out)
-    return known
+        found[key] = _KNOWN[state, key] = _Answer(own, tuple(sorted(nodes)), out)
+    return found
 
 
 def _stays(call: _Call, kept: Container[Any]) -> bool:
@@ -354,12 +360,19 @@ def _put(graph: fx.Graph, call: _Call, operands: list[fx.Node], bodies: dict[str
 
 def _operand(graph: fx.Graph, like: fx.Node) -> fx.Node:
     value = like.meta["val"]
-    with value.fake_mode:
-        fresh = torch.empty(0, dtype=value.dtype, device=value.device)
-        fresh = fresh.as_strided(value.shape, value.stride(), value.storage_offset())
     node = graph.placeholder(f"x{len(graph.nodes)}")
+    fresh = _fake(value, value.fake_mode, own=True)
     node.meta["val"] = fresh.requires_grad_(like.op == "placeholder" and value.requires_grad)
     return node
+
+
+def _fake(value: Any, mode: Any, *, own: bool = False) -> Any:
+    """Return a fake tensor like another one in the mode of this capture: a new one if it has to be `own`."""
+    if value.fake_mode is mode and not own:
+        return value
+    with mode:
+        fresh = torch.empty(0, dtype=value.dtype, device=value.device)
+        return fresh.as_strided(value.shape, value.stride(), value.storage_offset())
 
 
 def _program(graph: fx.Graph, bodies: Mapping[str, fx.GraphModule]) -> ExportedProgram:

@@ -17,7 +17,7 @@ from autopart.session.ranks.listener import Listener
 from autopart.session.session import Session
 from autopart.state.companions import refusal, require_integer
 from autopart.state.core import Core
-from autopart.state.misuse_guards import short_tracebacks
+from autopart.state.misuse_guards import MissingError, short_tracebacks
 from autopart.state.module_surface import ModuleSurface
 
 Average = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | int], torch.Tensor]
@@ -25,6 +25,15 @@ Tensors = tuple[torch.Tensor, ...] | list[torch.Tensor]
 Averages = Callable[[Tensors, Tensors, torch.Tensor | int], None]
 _CHANGING = ("step", "train", "load", "adopt")
 """Calls that would change or move parameters which hold averages."""
+
+
+_STATE = "pipe.save and pipe.load keep averages; their weights: with averaged.applied(): state = pipe.state_dict()"
+_INSTEAD = {
+    **dict.fromkeys(("state_dict", "load_state_dict"), _STATE),
+    **dict.fromkeys(("module", "parameters", "named_parameters"), "with averaged.applied(): pipe.named_parameters()"),
+    "train": "leave it out: a call runs in eval mode, and pipe.train() is of the pipe",
+}
+"""What to use instead of what torch's AveragedModel has as a module."""
 
 
 class Averageable(Protocol):
@@ -113,6 +122,11 @@ class AveragedModel(Listener):
             first, _, number = title.partition("-")
             title = f"{first}-{int(number or 1) + 1}"
         core.companions[title] = self
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _INSTEAD:
+            raise AttributeError(f"'AveragedModel' object has no attribute {name!r}")
+        raise MissingError(f"averages of a pipe have no attribute {name!r}", fix=_INSTEAD[name])
 
     @property
     def n_averaged(self) -> torch.Tensor:

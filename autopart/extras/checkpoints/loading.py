@@ -230,7 +230,7 @@ def _adopt(session: Session, like: Mapping[str, torch.Tensor], found: Staged) ->
             value = value_for(target, name, found)
             target.copy_(value)
             if tensor is not target and tensor.device.type != "meta":
-                session.tensors.cut(name, tensor).copy_(value)
+                session.tensors.write(name, tensor, value)
             if name in masters.by_name:
                 masters.by_name[name].copy_(found.masters.get(name, found.weights[name]))
     masters.write()

@@ -141,7 +141,8 @@ def planned_ns(plan: Plan, cluster: Cluster) -> tuple[float, ...]:
 
 def _parts(division: Division, devices: Sequence[Device]) -> list[float]:
     """Return the time of each device for its share, relative to the slowest device."""
-    shares = division.shares if division.splits else (1,) * len(devices)
+    each = division.shares if division.splits else (1,) * (len(devices) // division.shards)
+    shares = [share for share in each for _ in range(division.shards)]
     times = [share / device.flops_per_s for share, device in zip(shares, devices, strict=True)]
     return [time / max(times) for time in times]
 

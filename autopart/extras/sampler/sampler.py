@@ -70,7 +70,9 @@ class DataPosition(Part):
         or `rows` change.  During an iteration every `step` counts as one batch.  Raises UsageError for a dataset
         without a length, and if dataset size, seed or shuffle differ from those of the position.
         """
-        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        if isinstance(dataset, IterableDataset) or not (
+            hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+        ):
             raise UsageError(
                 f"pipe.sampler was given a {type(dataset).__name__}, which has no indices",
                 why="an order of samples needs a dataset with a length",

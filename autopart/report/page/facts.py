@@ -117,7 +117,11 @@ def tiles(plan: Plan, measured: Timeline | None, answer: Answer | None = None) -
         text = f"{rate / 1e6:.2f} M" if rate >= 1e6 else f"{rate:,.0f}"
         found.append((f"{many} a second", Cell(text, rate), "simulated"))
         mfu = part(rates["mfu"])._replace(share=None)
-        found.append(("MFU", mfu, "FLOPs of the model over the peak of all devices"))
+        known = all(device.name or device.rates for device in answer.cluster.devices) if answer is not None else False
+        remark = "FLOPs of the model over " + (
+            "the peak of all devices" if known else "assumed peaks: none was measured"
+        )
+        found.append(("MFU", mfu, remark))
     used = len({rank for stage in plan.stages for rank in stage.ranks})
     found.append(("stages", count(len(plan.stages)), f"on {used:,} of {decision.world:,} ranks"))
     least, most = min(plan.micro_rows), max(plan.micro_rows)

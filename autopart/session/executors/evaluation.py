@@ -37,7 +37,7 @@ def evaluation_decision(graph: Graph, planned: Graph, decision: Decision, *, cut
     stage, since only its first rank is given the batch.  A user's schedule may have no order for forwards alone.
     """
     stages = project_plan(graph, planned, decision)
-    single = tuple(replace(stage, ranks=stage.ranks[:1], shares=(), policy="split") for stage in stages)
+    single = tuple(replace(s, ranks=s.ranks[: s.shards], shares=(), policy="split") for s in stages)
     if cut:
         return replace(decision, stages=(single[0], *stages[1:]), token_slices=(), schedule="gpipe", order=())
     return replace(decision, stages=single, token_slices=(), schedule="gpipe", order=(), micro_rows=(1,))
@@ -48,11 +48,12 @@ def evaluation_program(decision: Decision, graph: Graph) -> Program:
 
     It is made with each stage on a rank of its own, so that the schedule need not know which stages share a rank.
     """
-    apart = tuple(replace(stage, ranks=(number,)) for number, stage in enumerate(decision.stages))
+    apart = tuple(replace(stage, ranks=(number,), shards=1) for number, stage in enumerate(decision.stages))
     program = forward_program(route(replace(decision, stages=apart, world=len(apart)), graph))
     ranks = tuple(stage.ranks for stage in decision.stages)
     divisions = tuple(stage.division for stage in decision.stages)
-    return replace(program, world=decision.world, stage_ranks=ranks, divisions=divisions)
+    meeting = tuple(range(len(ranks))) if decision.shards > 1 else ()
+    return replace(program, world=decision.world, stage_ranks=ranks, divisions=divisions, statistics=meeting)
 
 
 def evaluation_rule(

@@ -36,7 +36,7 @@ from autopart.session.executors.step_end import StepEnd, StepEnds
 from autopart.session.step.batch_counts import weighted_loss
 from autopart.session.step.loss_shares import idle_by_slot, is_uneven
 from autopart.session.step.parts import inputs_of, of_micros, replicated_of, training_program
-from autopart.session.step.synced import rewrites_of, synced_stages
+from autopart.session.step.synced import members_of, open_shards, rewrites_of, synced_stages
 from autopart.stagecode.compilers import EAGER
 from autopart.stagecode.stage_code import StageCode
 
@@ -61,9 +61,11 @@ class Executor:
         synced = context.options.sync_batchnorm and self._train
         self._synced = synced_stages(self._world, self._graph, decision) if synced else ()
         rewrites = rewrites_of(self._world, self._graph, decision, context.placement, self._synced)
+        self._members = members_of(self._world, decision)
         self._code = StageCode(
             context.captures, decision, context.tensors, self._world.device, context.values.owners, rewrites,
-            backend=context.options.backend if self._train else EAGER,
+            backend=context.options.backend if self._train else EAGER, members=self._members,
+            held=context.placement.held,
         )  # fmt: skip
         self.preparation = Preparation(mode, context, planned, decision, self._code, rule, synced=bool(self._synced))
         self._engines: dict[int, Engine] = {}
@@ -81,7 +83,9 @@ class Executor:
         gets what this rank does.  Raises StageError and WorkerError."""
         with self._play(plan, spans) as outcome:
             last = self.home(self._graph.outputs[0])
-            mine = weighted_loss(outcome.losses, [share[0] for share in plan.shares.get(last, ())])
+            first_of_shards = last not in self._members or self._members[last].index == 0
+            own = [share[0] for share in plan.shares.get(last, ())] if first_of_shards else ()
+            mine = weighted_loss(outcome.losses, own)
             first: str | None = None
             if self._train and unscaled is not None:
                 first = unscale(self._parameters(), unscaled, self._tensors.masters.by_name, outcome.before)
@@ -157,8 +161,8 @@ class Executor:
     def _inputs(self, batch: Batch, rows: Sequence[int], *, sharded: bool) -> list[Mapping[str, torch.Tensor]]:
         """Return the model's inputs by name, for this rank's rows of each micro-batch; empty if it has none."""
         first = self._stages[0]
-        replica = first.ranks.index(self._rank)
-        every = parts_of_all(first.division, tuple(rows))
+        replica = first.ranks.index(self._rank) // first.shards
+        every = tuple(own[:: first.shards] for own in parts_of_all(first.division, tuple(rows)))
         if sharded:  # the batch holds these rows alone
             every, replica = tuple((own[replica],) for own in every), 0
         sizes = [count for own in every for count in own]
@@ -172,7 +176,8 @@ class Executor:
         """Return the verified program for this number of micro-batches."""
         decision, graph = of_micros(self.decision, micros), self._graph
         if self._train:
-            program = training_program(decision, graph, self._code.prologue, self._context.placement, self._synced)
+            meeting = tuple(range(len(decision.stages))) if decision.shards > 1 else self._synced
+            program = training_program(decision, graph, self._code.prologue, self._context.placement, meeting)
         else:
             program = evaluation_program(decision, graph)
         return program if self._world.carrier is None else check_messages(program)
@@ -184,6 +189,7 @@ class Executor:
             if not self._engines:
                 for stage in self._code.rewrites:  # whose ranks compute together, in groups of their own
                     self._world.group(self.decision.stages[stage].ranks, purpose=PURPOSE)
+                open_shards(self._world, self.decision)
                 self._runners = {stage: self._runner(program, stage) for stage in self._stages}
             player = self._player(program, self._runners, Mailbox, self._sums(program), self._context.values)
             self._engines[micros] = Engine(self._world, player)

@@ -29,7 +29,8 @@ def is_uneven(shares: Shares) -> bool:
 
 def whole_shares(shares: Shares) -> list[float] | None:
     """Return the shares of whole micro-batches, None if terms of the loss have weights of their own."""
-    micros = shares[min(shares, key=lambda division: division.splits)]
+    division = min(shares, key=lambda division: division.splits)
+    micros = [replicas[:: division.shards] for replicas in shares[division]]
     if any(len(share) > 1 for replicas in micros for share in replicas):
         return None
     own = [[share[0] for share in replicas] for replicas in micros]

@@ -121,7 +121,8 @@ def training_program(
     statistics: stages whose replicas share batch statistics.  Raises ProgramError, and RefusedError
     (`require_buffers_in_order`)."""
     sharing = tuple(number for number, stage in enumerate(placement.sharing) if stage.owners)
-    program = replace(route(decision, graph, prologue, sharing, placement.tied), statistics=statistics)
+    routed, parted = route(decision, graph, prologue, sharing, placement.tied), tuple(placement.cuts)
+    program = replace(routed, statistics=statistics, parted=parted)
     check_program(program, decision.schedule)
     require_buffers_in_order(program, decision, graph)
     return program
@@ -153,9 +154,10 @@ def replicated_of(
     graph: Graph, decision: Decision, stage: int, owners: Mapping[str, int], placement: Placement
 ) -> Replicated:
     """Return what the replicas of a stage keep equal, without parameters that other stages use too: these are summed
-    over all their ranks at once.  Pieces are not summed.  owners: of this rank's parameters (`Replicated.owners`)."""
+    over all their ranks at once.  Pieces are summed over the replicas that have the same one.  owners: of this rank's
+    parameters (`Replicated.owners`)."""
     chosen, apart = set(decision.stages[stage].ops), {name for name, _ in tied(decision, graph, placement.tied)}
-    trained = {param.name for param in graph.params if param.trainable} - apart - placement.cuts.keys()
+    trained = {param.name for param in graph.params if param.trainable} - apart
     released: dict[str, None] = {}  # by first use: a gradient is complete after the backward of that op
     sparse: set[str] = set()
     dense: set[str] = set()  # the sum of a dense and a sparse gradient is dense
@@ -166,9 +168,10 @@ def replicated_of(
             (sparse if ("sparse", True) in op.attrs else dense).update(used)
     read = {name for op in graph.ops if op.name in chosen for name in op.params}
     return Replicated(
-        tuple(reversed(released)),
+        tuple(name for name in reversed(released) if name not in placement.cuts),
         frozenset(sparse - dense),
         own_updates(graph, chosen),
         {name: owner for name, owner in owners.items() if name in read},
         decision.bucket_bytes,
+        tuple(name for name in reversed(released) if name in placement.cuts),
     )

@@ -13,6 +13,8 @@ from autopart.ir.plan import Decision
 from autopart.ir.shares import parts_of_all
 from autopart.runtime.group.world import World
 from autopart.runtime.stages.batch_statistics import KNOWN, BatchStatistics, share_statistics
+from autopart.runtime.stages.shard_group import PURPOSE as SHARDS
+from autopart.runtime.stages.shard_group import Members, ShardGroup
 from autopart.runtime.stages.stage_module import StageModule
 from autopart.session.lists import SHARDINGS
 from autopart.session.placement import Placement, placement_of
@@ -57,7 +59,7 @@ def rewrites_of(
     synced: the stages that share batch statistics; others divide parameters.  Raises UsageError over NCCL, and
     RefusedError for ranks that do not hold the pieces that they would compute with."""
     found: dict[int, list[Callable[[StageModule], None]]] = defaultdict(list)
-    needed = placement_of(graph, decision)
+    needed = placement_of(graph, decision, placement.held)
     for name in {**placement.cuts, **needed.cuts}:
         if needed.owner(name) is not None and needed.pieces(name) != placement.pieces(name):
             raise RefusedError(
@@ -78,6 +80,29 @@ def rewrites_of(
             fix='use transport="gloo"' + ", or sync_batchnorm=False" * bool(synced),
         )
     return found
+
+
+def members_of(world: World, decision: Decision) -> dict[int, Members]:
+    """Return the ranks that compute parts of the rows of this one, by stage; none without tensor parallelism.
+
+    Raises UsageError over NCCL."""
+    if decision.shards == 1:
+        return {}
+    if world.carrier is not None:
+        raise UsageError(
+            "tensor_parallel does not run over NCCL yet",
+            why="its exchanges stand inside of computes, for which the order of communicators is not proven",
+            fix='use transport="gloo"',
+        )
+    own = decision.stages_of_rank(world.rank)
+    return {stage: ShardGroup(world, decision.stages[stage].shard_group(world.rank)) for stage in own}
+
+
+def open_shards(world: World, decision: Decision) -> None:
+    """Open the groups of ranks that compute parts of the same rows.  Collective."""
+    for stage in decision.stages if decision.shards > 1 else ():
+        for first in range(0, len(stage.ranks), stage.shards):
+            world.group(stage.ranks[first : first + stage.shards], purpose=SHARDS)
 
 
 def require_weights(micro_rows: tuple[int, ...], shares: Shares) -> BatchError | None:

@@ -11,7 +11,7 @@ from torch import nn
 
 import autopart
 from autopart.batch.batch import flatten
-from autopart.capture import capture
+from autopart.capture import Captured, capture
 from autopart.ir.errors import StageError
 from autopart.ir.graph import Size
 from autopart.passes.ops.table import has_row
@@ -86,3 +86,25 @@ def test_an_op_of_linear_algebra_stays_whole_so_that_its_error_is_not_lost() -> 
 
     with pytest.raises(StageError, match="singular"):
         step(Net(inverse), torch.randn(4, 6), micro_batches=1)
+
+
+def test_ops_that_an_earlier_capture_took_apart_are_not_taken_apart_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[int] = []
+    plain = torch.export.ExportedProgram.run_decompositions
+    monkeypatch.setattr(
+        torch.export.ExportedProgram, "run_decompositions", lambda *args: runs.append(1) or plain(*args)
+    )
+
+    def captured(power: float) -> Captured:
+        model = Net(lambda x: x.float_power(power).relu().split(3, 1)[1])
+        return capture(model, flatten(torch.ones(4, 6)), size=Size(2))
+
+    first, again, other = captured(3.25), captured(3.25), captured(4.25)
+    assert len(runs) == 2  # the power is a part of the key
+    assert again.graph == first.graph and again.module.code == first.module.code
+    assert other.graph.shape_digest() != first.graph.shape_digest()
+    values = [[node.meta.get("val") for node in each.module.graph.nodes] for each in (first, again)]
+    for mine, before in zip(*values, strict=True):
+        if isinstance(mine, torch.Tensor):
+            assert (mine.shape, mine.stride(), mine.dtype) == (before.shape, before.stride(), before.dtype)
+            assert mine.fake_mode is not before.fake_mode  # type: ignore[attr-defined]

@@ -223,7 +223,8 @@ SLOW = pytest.mark.slow
 NAMES = tuple(ONE_ROW)
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=SLOW) for seed in range(1, 12))])
+@SLOW
+@pytest.mark.parametrize("seed", range(12))
 def test_a_remainder_of_any_size_is_exact_on_one_rank(seed):
     assert remainders(1, seed, NAMES if seed else ("masked",), 2 if seed else 1) == []
 
@@ -234,7 +235,8 @@ def test_a_remainder_of_any_size_is_exact_on_two_ranks(pair, seed):
         assert wrong == []
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=SLOW) for seed in range(1, 12))])
+@SLOW
+@pytest.mark.parametrize("seed", range(12))
 def test_batches_of_any_task_train_on_one_rank(seed):
     assert tasks(1, seed, 6 if seed else 3) == ([], [])
 

@@ -133,7 +133,7 @@ def _end_of_background(pipe: autopart.Pipe) -> None:
 # -- tests -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("bad", "wait"), [(0, True), (1, False)])
+@pytest.mark.parametrize(("bad", "wait"), [pytest.param(0, True, marks=pytest.mark.slow), (1, False)])
 def test_a_full_disk_on_one_rank_is_raised_on_all_and_training_goes_on(
     pair: Workers, tmp_path: Path, bad: int, wait: bool
 ) -> None:

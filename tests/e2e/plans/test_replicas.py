@@ -229,5 +229,6 @@ def test_replicas_with_different_batches_are_refused(pair):
         assert "different batches" in text and "DistributedSampler" in text
 
 
+@pytest.mark.slow
 def test_a_pipe_adopts_another_number_of_replicas(workers):
     assert workers.run(moved, (2, 1), (1, 3))[0].within(torch.float32)

@@ -21,10 +21,9 @@ _PAGES = {
     "freezing": ("adopt", "replan"),
     "metrics": ("metrics", "skipped"),
     "precision": ("scaler",),
-    "report": ("report",),
+    "report": ("report", "timeline", "traced"),
     "running": ("stop_requested", "stragglers"),
     "state": ("full_parameters", "load_state_dict", "save_pretrained", "state_dict", "sync_model"),
-    "timeline": ("timeline", "traced"),
     "training_loop": ("clip_grad_norm_", "step"),
 }
 """The names that a page shows in use."""

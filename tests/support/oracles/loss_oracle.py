@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from autopart.batch.batch import Batch, flatten
-from autopart.capture import Captured, capture
+from autopart.capture import CaptureCache, Captured
 from autopart.ir.graph import Graph, LossReduction, Size
 from autopart.passes.loss.derive import UnprovenRows, derive_loss_weight
 from autopart.planning.derive.family import mark_rows, require_same_program
@@ -88,7 +88,8 @@ class Bench:
     def __init__(self, terms: Sequence[Term], inputs: Sequence[torch.Tensor], **modules: nn.Module) -> None:
         self.model, self.inputs = Terms(terms, modules), tuple(inputs)
         self.parts = flatten(self.inputs)
-        self.captures = [capture(self.model, self.parts, size=Size(rows)) for rows in MICRO_ROWS]
+        captures = CaptureCache(self.model)  # which captures the whole batch once, for what terms ask of it
+        self.captures = [captures(self.parts, Size(rows)) for rows in MICRO_ROWS]
         for captured in self.captures:
             require_same_program(captured.graph, self.captures[0].graph)
 

@@ -60,7 +60,8 @@ def test_versions_are_a_flag_too(command):
     assert command("--version") == command("version")
 
 
-def test_a_table_is_json_on_request(command, tmp_path):
+def test_a_table_is_json_on_request(command, tmp_path, pair):
+    pair.run(int)  # the rank of `verify` is forked from where those of the pool come from
     path = tmp_path / "plan.json"
     words = ("plan", "mlp", "--costs", "analytic", "--stages", "2", "--out", str(path), "--json")
     code, out, err = command(*words)

@@ -23,6 +23,7 @@ from support.documents.docs import (
     shape,
     write_files,
 )
+from support.workers import Workers
 from typer.main import get_command
 
 from autopart.cli.main import app
@@ -45,8 +46,12 @@ QUOTED = {text for _, _, text in QUOTES}
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """Return the output of every command in the documents, each run once, in order, in one folder."""
+def answers(tmp_path_factory: pytest.TempPathFactory, pair: Workers) -> dict[str, list[str]]:
+    """Return the output of every command in the documents, each run once, in order, in one folder.
+
+    Ranks that a command launches are forked from where those of the pool come from, which has imported all.
+    """
+    pair.run(int)
     folder = tmp_path_factory.mktemp("documents")
     write_files(folder)
     found: dict[str, list[str]] = {}

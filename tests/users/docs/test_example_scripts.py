@@ -167,7 +167,9 @@ def assert_same_results(name: str, folder: Path) -> None:
         torch.testing.assert_close(piped[key], tensor, rtol=1e-6, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}")
 
 
-@pytest.mark.parametrize("name", list(SIZES))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in ("lora", "fine_tune") else []) for name in SIZES]
+)
 def test_a_script_over_two_processes_equals_the_plain_one(pair: Workers, tmp_path: Path, name: str) -> None:
     expected = plainly(name, tmp_path, SHORT[name])
     words = arguments(name, tmp_path, "pipeline", SHORT[name])

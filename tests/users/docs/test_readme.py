@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
 from support.documents.docs import headings, shape
 from support.models.zoo import CASES
+from support.workers import Workers
 
 from autopart.cli.flags import flag_of
 from autopart.cli.main import app
@@ -21,20 +27,41 @@ ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text()
 
 
-def test_the_example_runs_and_prints_a_plan_and_a_loss(tmp_path):
-    example = re.search(r"```python\n(.*?)```", README, re.DOTALL)
-    assert example
+EXAMPLE = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[0]
+SHOWN = re.findall(r"It prints the plan and the loss:\n\n```text\n(.*?)```", README, re.DOTALL)[0].splitlines()
+
+
+def trained(source: str) -> str:
+    """Call `train` of the example on this rank; return what it printed."""
+    out = io.StringIO()
+    names: dict[str, Any] = {"__name__": "example"}
+    exec(source, names)
+    with redirect_stdout(out), torch.random.fork_rng():
+        names["train"]()
+    return out.getvalue()
+
+
+def test_the_example_trains_a_smaller_model_and_prints_a_plan_and_a_loss(pair: Workers):
+    source = EXAMPLE
+    for text, smaller in (('hidden_size": 768', 'hidden_size": 48'), ("2048", "64"), ('layers": 6', 'layers": 2')):
+        assert text in source
+        source = source.replace(text, smaller)
+    found, other = (text.splitlines() for text in pair.run(trained, source))
+    assert other == [] and found[0].split() == SHOWN[0].split()
+    assert kinds(found) >= kinds(SHOWN)
+
+
+@pytest.mark.slow
+def test_the_example_runs_as_a_script_and_prints_a_plan_and_a_loss(tmp_path):
     script = tmp_path / "train.py"
-    script.write_text(example[1])
+    script.write_text(EXAMPLE)
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"HF_HUB_OFFLINE": "1"}
     result = subprocess.run([sys.executable, script], capture_output=True, text=True, env=env, timeout=240)
     assert result.returncode == 0, result.stderr
-    shown = re.search(r"It prints the plan and the loss:\n\n```text\n(.*?)```", README, re.DOTALL)
-    assert shown
-    lines, found = shown[1].splitlines(), result.stdout.splitlines()
-    assert found[0].split() == lines[0].split()
-    assert kinds(found) >= kinds(lines)
-    losses = [re.search(r"loss (\d\.\d+)$", text) for text in (lines[-1], found[-1])]
+    found = result.stdout.splitlines()
+    assert found[0].split() == SHOWN[0].split()
+    assert kinds(found) >= kinds(SHOWN)
+    losses = [re.search(r"loss (\d\.\d+)$", text) for text in (SHOWN[-1], found[-1])]
     assert losses[0] and losses[1] and abs(float(losses[0][1]) - float(losses[1][1])) < 0.01
 
 

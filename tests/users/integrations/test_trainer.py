@@ -118,7 +118,7 @@ def counted_models() -> dict[str, torch.nn.Module]:
     """Models that treat the number of labels differently: one whose labels the Trainer counts before they are shifted,
     and one that takes the number and ignores it."""
     gpt2 = transformers.GPT2Config(
-        vocab_size=16, n_embd=8, n_layer=2, n_head=2, n_positions=8, bos_token_id=0, eos_token_id=0,
+        vocab_size=16, n_embd=8, n_layer=1, n_head=2, n_positions=8, bos_token_id=0, eos_token_id=0,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
     bert = transformers.BertConfig(

@@ -102,7 +102,9 @@ def test_what_was_asked_for_is_told_with_what_a_step_delivers(planned: Plan) -> 
     assert rates is not None and {rates["tokens_per_s"], rates["mfu"]} <= set(found.numbers[""])
     assert "16 rows x 128 tokens" in page and "stages=2" in page and "today" in page
     assert f"{sum(math.prod(param.shape) for param in graph.params):,}" in page
-    assert "4 x cpu with 953.7 MiB" in page
+    assert "4 x cpu with 953.7 MiB" in page and "over assumed peaks" in page
+    named = replace(machines, devices=tuple(replace(device, name="A100") for device in machines.devices))
+    assert "over the peak of all devices" in plan_page(planned, answer=replace(answer, cluster=named))
 
 
 @pytest.mark.parametrize("bytes_per_s", [10**6, 10**15])

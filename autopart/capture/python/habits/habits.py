@@ -10,7 +10,10 @@ from __future__ import annotations
 import builtins
 import contextlib
 import pkgutil
+import sys
 import threading
+import traceback
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -21,6 +24,7 @@ import torch
 from torch import nn
 from torch.fx import proxy
 from torch.utils._device import _device_constructors
+from torch.utils._traceback import CapturedTraceback
 
 from autopart.capture.python.habits import all_sizes, calls, checkpointing, custom_functions, own_tensors, randomness
 from autopart.capture.python.reads import host_reads
@@ -137,24 +141,32 @@ def _known_composite_ops(original: Callable[[], set[Any]]) -> set[Any]:
     }
 
 
-def _forward_frames(
-    original: Callable[[list[dict[str, Any]], int], Any], frames: list[dict[str, Any]], skip: int
-) -> Any:
-    """Summarise the frames of a stack that torch.fx keeps of it, instead of some eighty for every op."""
-    anchors = getattr(proxy, "_STACK_TRACE_ANCHORS", ())
-    kept = (
-        frame
-        for frame in frames[skip:]
-        if frame["name"] == "forward"
-        or frame["filename"].endswith("torch/__init__.py")
-        or (frame["filename"], frame["name"]) in anchors
-    )
-    return original(list(kept), 0)
+class _ForwardFrames(CapturedTraceback):
+    """The frames of a stack that torch.fx keeps of it for an op, without the names and lines of some eighty others."""
+
+    def __init__(self, frame: types.FrameType | None) -> None:
+        super().__init__(None)
+        anchors = getattr(proxy, "_STACK_TRACE_ANCHORS", ())
+        self._frames: list[traceback.FrameSummary] = []
+        while frame is not None:
+            code, name = frame.f_code, frame.f_code.co_name
+            file = code.co_filename
+            if name == "forward" or file.endswith("torch/__init__.py") or (file, name) in anchors:
+                self._frames.append(traceback.FrameSummary(file, frame.f_lineno, name))
+            frame = frame.f_back
+
+    def summary(self) -> traceback.StackSummary:
+        """Return the frames, the innermost last."""
+        return traceback.StackSummary.from_list(self._frames[::-1])
+
+
+def _extracted(original: Callable[..., Any], **how: Any) -> Any:
+    return original(**how) if how else _ForwardFrames(sys._getframe(2))
 
 
 PATCHES: tuple[tuple[str, Any], ...] = (
     *(patch for habit in HABITS for patch in habit.patches.items()),
-    ("torch.utils._traceback._extract_symbolized_tb", _forward_frames),
+    ("torch.utils._traceback.CapturedTraceback.extract", _extracted),
     ("torch.export._trace.print", lambda *_, **__: None),  # export prints a half-made graph
     ("torch.export.exported_program._collect_all_valid_cia_ops", _known_composite_ops),
     # torch would switch off autocast for CUDA without a device; tracing needs only its rules

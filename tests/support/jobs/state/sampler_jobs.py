@@ -11,7 +11,7 @@ import autopart
 from autopart.files.checkpoints.folders import latest
 from support.jobs.state.checkpoint_jobs import model
 
-SIZE, ROWS = 20, 8
+SIZE, ROWS = 24, 8
 Seen = list[tuple[int, int]]
 """(epoch, sample) in the order of the steps."""
 

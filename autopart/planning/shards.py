@@ -1,0 +1,126 @@
+"""Plans with tensor parallelism: what they cannot be combined with yet, and how they are made from plans for groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from autopart.ir.cluster import Cluster
+from autopart.ir.errors import AutopartError, InfeasibleError, RefusedError, UsageError
+from autopart.ir.graph import Graph
+from autopart.ir.plan import Alternative, Plan
+from autopart.options import Options
+from autopart.passes.ops.cost_model import CostModel
+from autopart.passes.ops.table import op_name
+from autopart.passes.pipeline import PlannerInput
+from autopart.passes.program.schedules import find
+from autopart.passes.search.space import PlanRequest
+from autopart.passes.shards.calls import ATTENTION
+from autopart.passes.shards.choice import choose
+from autopart.passes.shards.costs import grouped, sharded_graph, spelled_out
+from autopart.passes.shards.states import CUT_KIND
+from autopart.passes.shards.strategies import DROPOUTS
+from autopart.passes.simulation.stage_costs import device_types
+
+Find = Callable[[PlannerInput, Graph | None, Cluster, PlanRequest], Plan]
+"""Makes a plan, or finds it where plans are kept."""
+
+
+def require_shardable(graph: Graph, options: Options, plan: Plan | None = None) -> None:
+    """Raise RefusedError for what does not run, exactly, with tensor parallelism: nothing is silently wrong.
+
+    plan: that is given or was made, None before planning."""
+    for what, fix in _refusals(graph, options, plan):
+        raise RefusedError(f"tensor_parallel does not run with {what} yet", fix=f"{fix}, or use tensor_parallel=1")
+
+
+def _refusals(graph: Graph, options: Options, plan: Plan | None) -> Iterator[tuple[str, str]]:
+    """Yield (what, what to do)."""
+    given = (
+        (options.token_slices is not None, "slices of sequences", "leave token_slices out"),
+        (options.replica_policy == "turn", "replicas in turn", 'use replica_policy="split"'),
+        (options.zero == 1, "shared optimizer state", "use zero=0"),
+        (options.backend != "eager", "compiled stages", 'use backend="eager"'),
+        (options.master_weights, "master weights", "use master_weights=False"),
+        (options.weights is not None, "weights=", "build the model with values"),
+        (options.schedule != "auto" and not find(options.schedule).synchronous, options.schedule, 'use "1f1b"'),
+    )
+    yield from ((what, fix) for present, what, fix in given if present)
+    for op in graph.ops:
+        if "batch_norm" in op.target and ("training", True) in op.attrs:
+            yield f"batch statistics (module {op.module} at {op.where})", "put the norm into eval mode"
+        several = options.replicas not in (None, 1) or (
+            plan is not None and any(len(stage.ranks) > stage.shards for stage in plan.stages)
+        )
+        if op.random and (several or op_name(op.target) not in (*DROPOUTS, ATTENTION)):
+            both = " and replicas" if several else ""
+            yield f"random numbers{both} (module {op.module} at {op.where})", "set the p of dropout to 0"
+    if graph.before:
+        yield "a plan that begins behind frozen layers", "train all layers"
+    if plan is not None:
+        decision = plan.decision
+        planned = (
+            (decision.zero == 1, "shared optimizer state", "plan with zero=0"),
+            (bool(decision.token_slices), "slices of sequences", "plan without token_slices"),
+            (not find(decision.schedule).synchronous, f"schedule {decision.schedule}", 'plan with "1f1b"'),
+        )
+        yield from ((what, fix) for present, what, fix in planned if present)
+
+
+def fastest(
+    asked: PlannerInput, twin: Graph | None, cluster: Cluster, request: PlanRequest, options: Options, find_plan: Find
+) -> Plan:
+    """Return the plan for as many ranks in a group as the options say, or the fastest of those that fit into the
+    innermost level; the others are its alternatives.  find_plan: makes a plan.  Raises as it does, and RefusedError."""
+    wanted = options.tensor_parallel
+    level = cluster.levels[0].size
+    tried = [n for n in range(1, level + 1) if not level % n and not cluster.world % n]
+    plans, failures = list[tuple[int, Plan]](), list[AutopartError]()
+    for shards in (wanted,) if isinstance(wanted, int) else tried:
+        try:
+            if shards == 1:
+                plans.append((1, find_plan(asked, twin, cluster, request)))
+            else:
+                require_shardable(asked.graph, options)
+                found = find_plan(*for_groups(asked, twin, cluster, request, shards))
+                plans.append((shards, for_ranks(found, asked.graph, shards)))
+        except (RefusedError, InfeasibleError, UsageError) as failure:
+            failures.append(failure)
+    if not plans:
+        raise failures[0]
+    shards, best = min(plans, key=lambda each: each[1].step_ns)
+    others = tuple(
+        Alternative(f"tensor_parallel={n}", plan.step_ns, f"{plan.step_ns / max(1, best.step_ns) - 1:+.1%}")
+        for n, plan in plans
+        if n != shards
+    )
+    alternatives = (*best.outlook.alternatives, *others)
+    return replace(best, outlook=replace(best.outlook, alternatives=alternatives)) if others else best
+
+
+def for_groups(
+    asked: PlannerInput, twin: Graph | None, cluster: Cluster, request: PlanRequest, shards: int
+) -> tuple[PlannerInput, Graph | None, Cluster, PlanRequest]:
+    """Return what to plan for the groups of ranks that compute together."""
+    graph = sharded_graph(asked.graph, cluster, shards)
+    other = None if twin is None else sharded_graph(twin, cluster, shards)
+    groups = grouped(cluster, shards)
+    request = replace(request, zero=0, replicas=1 if any(op.random for op in asked.graph.ops) else request.replicas)
+    model = CostModel(graph, other, device_types(groups))
+    return replace(asked, graph=graph, cost_model=model), other, groups, request
+
+
+def for_ranks(plan: Plan, graph: Graph, shards: int) -> Plan:
+    """Return a plan for groups as one for their ranks.  graph: that all of them compute."""
+    made_for = replace(plan.provenance, graph_digest=graph.shape_digest(), structure_digest=graph.structure_digest())
+    found = replace(plan, provenance=made_for, decision=spelled_out(plan.decision, shards))
+    return found.with_notes(*_notes(graph, shards))
+
+
+def _notes(graph: Graph, shards: int) -> Iterator[str]:
+    assignment = choose(graph, shards)
+    whole = [p for p in graph.params if p.trainable and assignment.states[p.name].kind != CUT_KIND]
+    large = [p for p in whole if len(p.shape) > 1]
+    if large:
+        more = f" and {len(large) - 1} more" if len(large) > 1 else ""
+        yield f"tensor_parallel leaves {large[0].name}{more} whole on every rank: no op is cut along it"

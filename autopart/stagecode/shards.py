@@ -1,0 +1,268 @@
+"""The code of a stage as one rank of a shard group runs it: local sizes, and an exchange wherever an op reads a value
+in another state than it is held in (`passes.shards`)."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autopart.ir.errors import PlanError
+from autopart.ir.graph import Graph
+from autopart.ir.shares import RowLayout
+from autopart.passes.shards.assignment import Assignment
+from autopart.passes.shards.calls import EXPANDS, Call, bounds_of, calls_of
+from autopart.passes.shards.choice import Held, choose
+from autopart.passes.shards.states import COPY, CUT_KIND, KEEP, WHOLE, State, transition
+from autopart.passes.shards.strategies import CLASSES, DRAWN, MEAN, ROWS, SECTION, SIZES, VOCABULARY, Strategy
+from autopart.planning.derive.reduction import Layouts
+from autopart.runtime.stages.shard_group import ClassEntropy, Drawn, Exchange, Members, RowEntropy, Vocabulary
+from autopart.runtime.stages.stage_module import RecomputedGroup, StageModule
+
+_aten = torch.ops.aten
+
+
+def shard_code(code: StageModule, graph: Graph, assignment: Assignment, members: Members) -> StageModule:
+    """Let the code of a stage compute this member's parts, in place, and return it.
+
+    graph: the captured one that it was cut from.  Before: parameters that are cut come as pieces, and values of other
+    stages as they hold them (`boundary`).  After: every op reads every value in the state that its strategy wants
+    (`_check`), outputs of the graph and new values of buffers are whole.  O(nodes).
+    """
+    shards = _Shards(graph, assignment, members)
+    params = [shards.of_parameter(name, code) for name in code.params]
+    inputs = [(shards.boundary(name), name in shards.grads) for name in code.inputs]
+    module = code.module
+    shards.rewrite(module, [*params, *inputs, *[(WHOLE, False)] * len(code.numbers)], code.outputs, len(code.updates))
+    return code
+
+
+def boundary(graph: Graph, assignment: Assignment, name: str) -> State:
+    """Return the state in which a value passes between stages, and is returned."""
+    whole = name in graph.outputs or any(name == value for _, value in graph.updates)
+    return WHOLE if whole else assignment.states[name]
+
+
+def held_graph(graph: Graph, shards: int, held: Held) -> Graph:
+    """Return the graph with the shapes of values as ranks pass them on."""
+    if shards == 1:
+        return graph
+    assignment = choose(graph, shards, held)
+    values = [replace(v, shape=boundary(graph, assignment, v.name).local(v.shape, shards)) for v in graph.values]
+    return replace(graph, values=tuple(values))
+
+
+def held_layouts(graph: Graph, shards: int, held: Held, layouts: Layouts) -> dict[str | tuple[str, int], RowLayout]:
+    """Return how values that ranks pass on hold rows: a cut before the rows of an axis leaves less before each."""
+    found: dict[str | tuple[str, int], RowLayout] = {}
+    for name, layout in layouts.items():
+        if layout is None:
+            continue
+        state = boundary(graph, choose(graph, shards, held), name) if shards > 1 else WHOLE
+        inside = state.kind == CUT_KIND and state.axis == layout.axis and state.before < layout.stride
+        found[name] = RowLayout(layout.axis, layout.stride // shards) if inside else layout
+    return found
+
+
+_Node = tuple[State, bool]
+"""The state of a node, and whether its value may have a gradient."""
+
+
+class _Shards:
+    def __init__(self, graph: Graph, assignment: Assignment, members: Members) -> None:
+        self._graph, self._assignment, self._members = graph, assignment, members
+        self._calls: Mapping[str, Call] = {call.op.name: call for call in calls_of(graph)}
+        self._kinds = {param.name: param.kind for param in graph.params}
+        self.grads = {v.name for v in graph.values if v.grad} | {p.name for p in graph.params if p.trainable}
+        self._held: dict[fx.Node, Any] = {}  # `_Node`; of what makes several results, one for each
+        self._read: dict[tuple[fx.Node, State], fx.Node] = {}
+        self._module: fx.GraphModule
+
+    def boundary(self, name: str) -> State:
+        """Return the state in which a value comes from another stage."""
+        return boundary(self._graph, self._assignment, name)
+
+    def of_parameter(self, name: str, code: StageModule) -> _Node:
+        """Return the state of what a stage's code is given under this name."""
+        if name in code.casts:
+            return self._assignment.states[name.removeprefix("cast ")], code.casts[name][0] in self.grads
+        return self._assignment.states.get(name, COPY), name in self.grads
+
+    def rewrite(
+        self, module: fx.GraphModule, given: Sequence[_Node], outputs: Sequence[str], updates: int
+    ) -> list[_Node]:
+        """Rewrite one graph, and return the states of its results.  given: of its placeholders.  outputs: names of the
+        first results, which leave the stage; () for a recomputed group.  updates: number of results behind them."""
+        outer, self._module = getattr(self, "_module", module), module
+        states = iter(given)
+        for node in list(module.graph.nodes):
+            if node.op == "placeholder":
+                self._held[node] = next(states)
+            elif node.op == "call_module":
+                self._group(module, node)
+            elif node.op == "call_function":
+                self._function(node)
+        end = module.graph.output_node()
+        every: Any = end.args[0]
+        results = list(every)
+        whole = [self.boundary(name) for name in outputs] + [WHOLE] * updates
+        results[: len(whole)] = [self._as(end, r, s) for r, s in zip(results[: len(whole)], whole, strict=True)]
+        end.args = (tuple(results),)
+        _check(module, self._assignment, self._held)
+        module.recompile()
+        self._module = outer
+        return [self._held[result] for result in results]
+
+    def _group(self, module: fx.GraphModule, node: fx.Node) -> None:
+        group = module.get_submodule(str(node.target))
+        assert isinstance(group, RecomputedGroup)
+        arguments: Any = node.args
+        self._held[node] = self.rewrite(group.body, [self._held[arg] for arg in arguments], (), 0)
+
+    def _function(self, node: fx.Node) -> None:
+        if node.target is operator.getitem:
+            source: Any = node.args[0]
+            of_group = source.op == "call_module"
+            own = self._assignment.states.get(node.name), node.name in self.grads
+            self._held[node] = self._held[source][node.args[1]] if of_group else own
+            return
+        strategy = self._assignment.strategies.get(node.name)
+        if strategy is None:  # what adjusts a value by a number of the micro-batch
+            (arg,) = [arg for arg in node.all_input_nodes if not arg.name.startswith("number_")]
+            node.replace_input_with(arg, self._as(node, arg, WHOLE))
+            self._held[node] = WHOLE, self._held[arg][1]
+            return
+        wanted = iter(strategy.reads)
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda arg: self._as(node, arg, next(wanted)))
+        node.args, node.kwargs = args, kwargs
+        self._held[node] = strategy.writes[0], node.name in self.grads
+        self._change(node, strategy)
+
+    def _as(self, reader: fx.Node, value: fx.Node, wanted: State) -> fx.Node:
+        """Return a value in the state that a reader wants; once for all readers that want it."""
+        held, grad = self._held[value]
+        change = transition(held, wanted)
+        if held == wanted or (change.forward == KEEP and not grad):
+            return value
+        if (value, wanted) not in self._read:
+            made = Exchange(self._members, *_moves(held, wanted))
+            found = self._call(reader, f"exchange_{len(self._read)}", made, value)
+            self._read[value, wanted] = found
+            self._held[found] = wanted, grad
+        return self._read[value, wanted]
+
+    def _call(self, before: fx.Node, name: str, module: nn.Module, *args: Any) -> fx.Node:
+        self._module.add_submodule(name, module)
+        with self._module.graph.inserting_before(before):
+            return self._module.graph.call_module(name, args)
+
+    # -- ops that are called otherwise -------------------------------------------------------------------------------
+
+    def _change(self, node: fx.Node, strategy: Strategy) -> None:
+        changes: dict[str, Callable[[fx.Node], None]] = {
+            SIZES: self._sizes, SECTION: self._section, MEAN: self._mean,
+            VOCABULARY: self._vocabulary, CLASSES: self._classes, ROWS: self._rows,
+        }  # fmt: skip
+        if strategy.how == DRAWN:
+            self._drawn(node, strategy.reads[0])
+        elif strategy.how and any(state.kind == CUT_KIND for state in (*strategy.reads, *strategy.writes)):
+            changes[strategy.how](node)
+
+    def _sizes(self, node: fx.Node) -> None:
+        expands = self._calls[node.name].name in EXPANDS
+        node.target = _aten.expand.default if expands else _aten.reshape.default
+        local = self._assignment.local_shape(node.name, self._calls[node.name].shape(node.name))
+        node.args, node.kwargs = (node.args[0], list(local)), {}
+
+    def _section(self, node: fx.Node) -> None:
+        call, count = self._calls[node.name], self._members.count
+        found, dim = bounds_of(call), call.dim()
+        assert found
+        first, end = found[0]
+        if call.name in ("slice", "narrow"):
+            node.target, node.args = _aten.slice.Tensor, (node.args[0], dim, first // count, end // count)
+        else:
+            node.target, node.args = _aten.split.Tensor, (node.args[0], (end - first) // count, dim)
+        node.kwargs = {}
+
+    def _mean(self, node: fx.Node) -> None:
+        with self._module.graph.inserting_after(node):
+            share = self._module.graph.call_function(_aten.div.Tensor, (node, self._members.count))
+        self._replace(node, share, keep=share)
+
+    def _replace(self, node: fx.Node, found: fx.Node, keep: fx.Node | None = None) -> None:
+        node.replace_all_uses_with(found, delete_user_cb=lambda user: user is not keep)
+        self._held[found] = self._held[node]
+
+    def _vocabulary(self, node: fx.Node) -> None:
+        call = self._calls[node.name]
+        padding: Any = call.arguments.get("padding_idx", -1)
+        made = Vocabulary(self._members, call.shape(call.reads[0])[0], -1 if padding is None else padding)
+        self._become(node, made)
+
+    def _classes(self, node: fx.Node) -> None:
+        ignore, mean, _ = self._entropy(node)
+        self._become(node, ClassEntropy(self._members, ignore, mean=mean))
+
+    def _rows(self, node: fx.Node) -> None:
+        ignore, mean, smoothing = self._entropy(node)
+        if mean:
+            self._become(node, RowEntropy(self._members, ignore, smoothing))
+
+    def _entropy(self, node: fx.Node) -> tuple[int, bool, float]:
+        found: Any = self._calls[node.name].arguments
+        return found.get("ignore_index", -100), found.get("reduction", 1) == 1, found.get("label_smoothing", 0.0)
+
+    def _drawn(self, node: fx.Node, state: State) -> None:
+        """Draw for the whole tensor, in the order of its axes in memory when it was captured."""
+        (source,) = node.all_input_nodes
+        captured, result = _captured(source), node.meta.get("val")
+        ndim = len(self._calls[node.name].shape(self._calls[node.name].reads[0]))
+        strides = captured.stride() if isinstance(captured, torch.Tensor) else range(ndim, 0, -1)
+        order = sorted(range(ndim), key=lambda axis: -strides[axis])
+        cut = (state.axis, state.before) if state.kind == CUT_KIND else None
+        self._become(node, Drawn(self._members, cut, order), node.args)
+        if isinstance(result, tuple | list):
+            made = self._module.graph.find_nodes(op="call_module", target=f"shard_{node.name}")[0]
+            self._held[made] = [self._held[made]] * len(result)
+
+    def _become(self, node: fx.Node, module: nn.Module, arguments: Sequence[Any] | None = None) -> None:
+        """Replace an op by a module that takes these arguments, by default its first two."""
+        found = self._call(node, f"shard_{node.name}", module, *(arguments or node.args[:2]))
+        self._replace(node, found)
+        found.meta["op"] = node.name
+        self._module.graph.erase_node(node)
+
+
+def _captured(node: fx.Node) -> Any:
+    """Return what was captured of a value, also behind an exchange."""
+    source: Any = node.args[0] if node.op == "call_module" and node.name.startswith("exchange") else node
+    return source.meta.get("val")
+
+
+def _moves(held: State, wanted: State) -> Iterator[tuple[str, tuple[int, int], tuple[int, int]]]:
+    """Yield the moves of the forward and of the backward between two states, each with the cuts it is about."""
+    change = transition(held, wanted)
+    old = (held.axis, held.before) if held.kind == CUT_KIND else (wanted.axis, wanted.before)
+    new = (wanted.axis, wanted.before) if wanted.kind == CUT_KIND else old
+    yield change.forward, old, new
+    yield change.backward, new if change.backward == "recut" else old, old
+
+
+def _check(module: fx.GraphModule, assignment: Assignment, held: Mapping[fx.Node, Any]) -> None:
+    """Walk every edge of rewritten code: what an op reads is in the state that its strategy wants, or equal to it on
+    every rank without a gradient.  Raises PlanError."""
+    for node in module.graph.nodes:
+        strategy = assignment.strategies.get(node.meta.get("op", node.name) if node.op != "placeholder" else "")
+        if strategy is None or node.op not in ("call_function", "call_module"):
+            continue
+        read: list[fx.Node] = []
+        fx.node.map_arg((node.args, node.kwargs), read.append)
+        for arg, wanted in zip(read, strategy.reads, strict=True):
+            state, grad = held[arg]
+            if state != wanted and (grad or transition(state, wanted).forward != KEEP):
+                raise PlanError(f"op {node.name} reads {arg.name} as {state}, and needs it {wanted}")

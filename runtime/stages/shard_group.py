@@ -1,0 +1,257 @@
+"""What the code of a stage calls where the ranks of a shard group compute parts of its values (`stagecode.shards`).
+
+A change of state is one module: what the forward does with a tensor, and the backward with its gradient.  These
+exchanges stand inside of computes.  All members run the computes of their stages in one order, and autograd runs a
+backward in the reverse order of its forward, so all make the same exchanges in the same order, in a group of their own.
+Messages are awaited between computes, never inside of one, and the proof of a program (`Program.statistics`) lets all
+ranks of a stage meet in each of its computes, of which a group is a part: so what is proven to end ends with them.
+Partial sums are added in the dtype of the product that made them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autopart.rng import keyed
+from autopart.runtime.activity import waiting
+from autopart.runtime.group.world import World
+
+PURPOSE = "shards"
+"""Of the groups of ranks that compute parts of the same values (`World.group`)."""
+
+Cut = tuple[int, int]
+"""(axis, before): the axis is (before, shards, the rest), of which a rank has its entry of the middle one."""
+Move = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Members(Protocol):
+    """The ranks of a shard group, as one of them sees it.  index: its own place; count: how many there are."""
+
+    index: int
+    count: int
+
+    def summed(self, tensor: torch.Tensor, *, largest: bool = False) -> torch.Tensor:
+        """Return the sum, or the largest, of all members' tensors; equal on all to the bit."""
+
+    def gathered(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return all members' tensors, stacked in the order of members."""
+
+
+class ShardGroup:
+    """Members that are processes; their group was opened before (`PURPOSE`)."""
+
+    def __init__(self, world: World, ranks: Sequence[int]) -> None:
+        self._world, self._ranks = world, tuple(ranks)
+        self.index, self.count = self._ranks.index(world.rank), len(self._ranks)
+
+    def summed(self, tensor: torch.Tensor, *, largest: bool = False) -> torch.Tensor:
+        """Return the sum, or the largest, of all members' tensors."""
+        found = tensor.detach().clone(memory_format=torch.contiguous_format)
+        with waiting():
+            group = self._world.group(self._ranks, purpose=PURPOSE)
+            self._world.all_reduce(found, group, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
+        return found
+
+    def gathered(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return all members' tensors, stacked."""
+        own = tensor.detach().contiguous()
+        on_host = own.cpu() if self._world.staged else own
+        found = torch.empty((self.count, *own.shape), dtype=own.dtype, device=on_host.device)
+        with waiting():
+            dist.all_gather(list(found), on_host, group=self._world.group(self._ranks, purpose=PURPOSE))
+        return found.to(own.device)
+
+
+# -- moves ------------------------------------------------------------------------------------------------------------
+
+
+def _keep(members: Members, cut: Cut, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _sum(members: Members, cut: Cut, tensor: torch.Tensor) -> torch.Tensor:
+    return members.summed(tensor)
+
+
+def _first(members: Members, cut: Cut, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if members.index == 0 else torch.zeros_like(tensor)
+
+
+def _parts(members: Members, cut: Cut, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with its axis as (before, shards, the rest)."""
+    axis, before = cut
+    return torch.unflatten(tensor, axis, (before, members.count, -1))
+
+
+def _slice(members: Members, cut: Cut, tensor: torch.Tensor) -> torch.Tensor:
+    axis = cut[0]
+    return _parts(members, cut, tensor).select(axis + 1, members.index).flatten(axis, axis + 1).contiguous()
+
+
+def _gather(members: Members, cut: Cut, tensor: torch.Tensor) -> torch.Tensor:
+    axis, before = cut
+    every = torch.unflatten(members.gathered(tensor), axis + 1, (before, -1))
+    return every.movedim(0, axis + 1).flatten(axis, axis + 2)
+
+
+def _scatter(members: Members, cut: Cut, tensor: torch.Tensor) -> torch.Tensor:
+    return _slice(members, cut, members.summed(tensor))
+
+
+def _pad(members: Members, cut: Cut, tensor: torch.Tensor) -> torch.Tensor:
+    axis, before = cut
+    shape = [size * members.count if place == axis else size for place, size in enumerate(tensor.shape)]
+    whole = tensor.new_zeros(shape)
+    _parts(members, cut, whole).select(axis + 1, members.index).copy_(torch.unflatten(tensor, axis, (before, -1)))
+    return whole
+
+
+MOVES: dict[str, Callable[[Members, Cut, torch.Tensor], torch.Tensor]] = {
+    "keep": _keep, "sum": _sum, "first": _first, "slice": _slice, "gather": _gather, "scatter": _scatter, "pad": _pad,
+}  # fmt: skip
+"""What a rank does with a tensor (`passes.shards.states`), but for a change between two cuts."""
+
+
+class Exchange(nn.Module):
+    """Changes the state of a value, and of its gradient back.
+
+    there, back: moves of the forward and of the backward, as (word, cut); "recut" has two cuts."""
+
+    def __init__(self, members: Members, there: tuple[str, Cut, Cut], back: tuple[str, Cut, Cut]) -> None:
+        super().__init__()
+        self._there, self._back = _move(members, *there), _move(members, *back)
+
+    def forward(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the value in its new state."""
+        if not (tensor.requires_grad and torch.is_grad_enabled()):
+            return self._there(tensor)
+        return _Exchanged.apply(self._there, self._back, tensor)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _move(members: Members, word: str, old: Cut, new: Cut) -> Move:
+    if word == "recut":
+        return lambda tensor: _slice(members, new, _gather(members, old, tensor))
+    return partial(MOVES[word], members, old)
+
+
+class _Exchanged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, there: Move, back: Move, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.back = back
+        found = there(tensor)
+        return found.view_as(found) if found is tensor else found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return None, None, ctx.back(grads[0])
+
+
+# -- ops that need more than their own part ---------------------------------------------------------------------------
+
+
+class Drawn(nn.Module):
+    """A random op that draws for a whole tensor, of which each member has a part.  cut: of its operand and results,
+    None where all have all.  order: of the axes in the memory of the operand in the whole program, since numbers are
+    drawn in that order."""
+
+    def __init__(self, members: Members, cut: Cut | None, order: Sequence[int]) -> None:
+        super().__init__()
+        self._members, self._cut, self._order = members, cut, tuple(order)
+
+    def forward(self, op: Any, number: int, tensor: torch.Tensor, *arguments: Any) -> Any:
+        """Return this member's part of what the op returns."""
+        members, cut = self._members, self._cut
+        local = list(tensor.shape)
+        size = local if cut is None else [s * members.count if n == cut[0] else s for n, s in enumerate(local)]
+        whole = torch.empty_permuted(size, self._order, dtype=tensor.dtype, device=tensor.device).fill_(1)
+        if cut is None:
+            whole.copy_(tensor)
+            return keyed(op, number, whole, *arguments)
+        axis, before = cut
+        _parts(members, cut, whole).select(axis + 1, members.index).copy_(torch.unflatten(tensor, axis, (before, -1)))
+        found = keyed(op, number, whole, *arguments)
+        own = partial(_slice, members, cut)
+        return own(found) if isinstance(found, torch.Tensor) else tuple(map(own, found))
+
+
+class Vocabulary(nn.Module):
+    """An embedding of which each member has the rows of some words: an addend of it, zeros for words of others."""
+
+    def __init__(self, members: Members, words: int, padding: int = -1) -> None:
+        super().__init__()
+        self._words, self._own = words, words // members.count
+        self._first = members.index * self._own
+        self._padding = padding - self._first if 0 <= padding - self._first < self._own else -1
+
+    def forward(self, table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Return the addend of this member."""
+        torch._assert_async(((ids >= 0) & (ids < self._words)).all())
+        inside = (ids >= self._first) & (ids < self._first + self._own)
+        own = torch.where(inside, ids - self._first, 0)
+        found: torch.Tensor = torch.ops.aten.embedding.default(table, own, self._padding)
+        return found.masked_fill(~inside.unsqueeze(-1), 0)
+
+
+class ClassEntropy(nn.Module):
+    """The cross entropy of rows whose logits the members divide by classes: three sums forward, none backward.
+
+    mean: over the rows whose target is not `ignore`, else their sum."""
+
+    def __init__(self, members: Members, ignore: int, *, mean: bool) -> None:
+        super().__init__()
+        self._members, self._ignore, self._mean = members, ignore, mean
+
+    def forward(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """Return the loss, equal on all members."""
+        return _ClassEntropy.apply(self._members, self._ignore, self._mean, logits, target)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _ClassEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, members: Members, ignore: int, mean: bool, logits: torch.Tensor, target: torch.Tensor
+    ) -> torch.Tensor:
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        own = logits.shape[1]
+        counted = target != ignore
+        torch._assert_async((~counted | ((target >= 0) & (target < own * members.count))).all())
+        place = target - members.index * own
+        inside = counted & (place >= 0) & (place < own)
+        place = torch.where(inside, place, 0)
+        shifted = wide - members.summed(wide.amax(1), largest=True).unsqueeze(1)
+        exponents = shifted.exp()
+        chosen = torch.where(inside, shifted.gather(1, place.unsqueeze(1)).squeeze(1), 0)
+        totals, chosen = members.summed(torch.stack((exponents.sum(1), chosen)))
+        losses = torch.where(counted, totals.log() - chosen, 0)
+        count = counted.sum() if mean else torch.ones((), dtype=torch.long, device=target.device)
+        ctx.save_for_backward(exponents.div_(totals.unsqueeze(1)), place, inside, counted, count)
+        ctx.dtype = logits.dtype
+        return (losses.sum() / count).to(logits.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        shares, place, inside, counted, count = ctx.saved_tensors
+        found = shares.scatter_add(1, place.unsqueeze(1), -inside.to(shares.dtype).unsqueeze(1))
+        scale = torch.where(counted, grads[0].to(shares.dtype) / count, 0)
+        return None, None, None, (found * scale.unsqueeze(1)).to(ctx.dtype), None
+
+
+class RowEntropy(nn.Module):
+    """The cross entropy of rows that the members divide: an addend of the mean over the rows of all of them."""
+
+    def __init__(self, members: Members, ignore: int, smoothing: float) -> None:
+        super().__init__()
+        self._members, self._ignore, self._smoothing = members, ignore, smoothing
+
+    def forward(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """Return the addend of this member."""
+        count = self._members.summed((target != self._ignore).sum())
+        given = torch.nn.functional.cross_entropy
+        total = given(logits, target, None, None, self._ignore, None, "sum", self._smoothing)
+        return total / count

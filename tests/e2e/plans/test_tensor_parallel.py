@@ -1,0 +1,287 @@
+"""Ranks that divide the weights and the work of a stage train like one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.extending.shards_in_process import captured_at
+from support.models.zoo import CASES
+from support.workers import Workers
+from torch import nn
+
+import autopart
+from autopart.files.plans import plan_from_json, plan_to_json
+from autopart.ir.actions import COMPUTE, SEND
+from autopart.passes.program.routing import route
+from autopart.passes.program.verify import check_program
+from autopart.report.plan_diff import diff_plans
+
+EXACT = 1e-10
+
+
+class Gpt(nn.Module):
+    """Two blocks with one product for queries, keys and values, written by hand; its logits are those of its words."""
+
+    def __init__(self, width: int = 16, heads: int = 4, words: int = 24, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.heads, self.drop = heads, nn.Dropout(dropout)
+        self.words = nn.Embedding(words, width)
+        self.places = nn.Parameter(torch.randn(8, width))
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(4))
+        self.qkv = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(2))
+        self.out = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+        self.up = nn.ModuleList(nn.Linear(width, 32) for _ in range(2))
+        self.down = nn.ModuleList(nn.Linear(32, width) for _ in range(2))
+        self.head = nn.Linear(width, words, bias=False)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.words(ids) + self.places
+        rows, tokens, width = x.shape
+        for n in range(2):
+            parts = self.qkv[n](self.norms[2 * n](x)).view(rows, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+            q, k, v = parts.unbind(0)
+            scores = (q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5).softmax(-1)
+            x = x + self.drop(self.out[n]((self.drop(scores) @ v).transpose(1, 2).reshape(rows, tokens, width)))
+            x = x + self.down[n](nn.functional.gelu(self.up[n](self.norms[2 * n + 1](x))))
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten(), ignore_index=-1)
+
+
+def gpt() -> nn.Module:
+    torch.manual_seed(0)
+    return Gpt().double()
+
+
+def batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    made = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, 24, (8, 8), generator=made)
+    labels = ids.roll(-1, 1)
+    labels[:3, 2:] = -1
+    return ids, labels
+
+
+def options(world: int, **given: Any) -> dict[str, Any]:
+    return {"cluster": f"cpu:{world}", "sample": batch(0), "costs": "analytic", "micro_batches": 2, **given}
+
+
+def trained(world: int, given: dict[str, Any]) -> dict[str, Any]:
+    """Train a few steps and evaluate, and return what was found."""
+    torch.set_num_threads(1)
+    with autopart.compile(gpt(), **options(world, **given)) as pipe:
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
+        found = []
+        for seed in (1, 2):
+            optimizer.zero_grad()
+            loss = pipe.step(*batch(seed))
+            norm = pipe.clip_grad_norm_(0.1)
+            found.append((float(loss), float(norm), pipe.gradients()))
+            optimizer.step()
+        with pytest.raises(autopart.UsageError, match="Adafactor may look at whole tensors, and this"):
+            torch.optim.Adafactor(pipe.parameters()).step()
+        own = {name: tuple(p.shape) for name, p in pipe.named_parameters()}
+        state = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
+        evaluated = float(pipe.eval_loss(*batch(3)))
+        return {"steps": found, "own": own, "state": state, "loss": evaluated, "plan": pipe.plan}
+
+
+def plain() -> tuple[list[Any], nn.Module]:
+    model = gpt()
+    optimizer, found = torch.optim.AdamW(model.parameters(), lr=0.01), []
+    for seed in (1, 2):
+        optimizer.zero_grad()
+        loss = model(*batch(seed))
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        found.append((loss.item(), norm.item(), {name: p.grad.clone() for name, p in model.named_parameters()}))
+        optimizer.step()
+    return found, model
+
+
+def require_like_one_process(results: list[dict[str, Any]]) -> None:
+    expected, model = plain()
+    for result in results:
+        for (loss, norm, gradients), (other, other_norm, reference) in zip(result["steps"], expected, strict=True):
+            assert (loss, norm) == pytest.approx((other, other_norm), rel=EXACT)
+            for name, gradient in reference.items():
+                torch.testing.assert_close(gradients[name], gradient, rtol=EXACT, atol=1e-13)
+        for name, tensor in model.state_dict().items():
+            torch.testing.assert_close(result["state"][name], tensor, rtol=1e-8, atol=1e-10)
+        if "loss" in result:
+            evaluated = model.eval()(*batch(3)).item()
+            assert result["loss"] == pytest.approx(evaluated, rel=1e-8)
+
+
+def test_two_ranks_of_a_stage_train_like_one_process(pair: Workers) -> None:
+    results = pair.run(trained, 2, {"tensor_parallel": 2, "stages": 1})
+    require_like_one_process(results)
+    own = results[0]["own"]
+    assert own["qkv.0.weight"] == (24, 16) and own["out.0.weight"] == (16, 8) and own["words.weight"] == (12, 16)
+    assert own["norms.0.weight"] == (16,)
+    plan = results[0]["plan"]
+    assert plan.decision.shards == 2 and plan.stages[0].ranks == (0, 1)
+    assert plan_from_json(plan_to_json(plan)).decision == plan.decision
+    assert "divided among 2 ranks (tensor parallelism)" in plan.explain()
+
+
+def test_two_stages_of_two_ranks_train_like_one_process(workers: Workers) -> None:
+    results = workers.run(trained, 4, {"tensor_parallel": 2, "stages": 2})
+    require_like_one_process(results)
+    plan = results[0]["plan"]
+    assert [stage.ranks for stage in plan.stages] == [(0, 1), (2, 3)]
+    alone = autopart.plan(gpt(), **options(4, stages=2))
+    assert "stage 0 ranks" in diff_plans(plan, alone)
+
+
+def resumed(world: int, given: dict[str, Any], folder: str, *, load: bool) -> dict[str, Any]:
+    """Train one step, from a checkpoint or from the first values, and save it."""
+    torch.set_num_threads(1)
+    with autopart.compile(gpt(), **options(world, **given)) as pipe:
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
+        loaded = None
+        if load:
+            pipe.load(folder, optimizer)
+            loaded = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
+        loss = pipe.step(*batch(1 + load))
+        norm = pipe.clip_grad_norm_(0.1)
+        gradients = pipe.gradients()
+        optimizer.step()
+        if not load:
+            pipe.save(folder, optimizer)
+        with pipe.full_parameters():
+            full = {name: p.detach().clone() for name, p in pipe.model.named_parameters()}
+        state = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
+        assert all(torch.equal(full[name].to(tensor), tensor) for name, tensor in state.items() if name in full)
+        return {"loaded": loaded, "state": state, "steps": (float(loss), float(norm), gradients)}
+
+
+SAVED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"tensor_parallel": 2, "stages": 1}, {"stages": 2}),
+    ({"stages": 2}, {"tensor_parallel": 2, "stages": 1}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "then"), SAVED)
+def test_checkpoints_are_of_whole_tensors(
+    first: dict[str, Any], then: dict[str, Any], pair: Workers, tmp_path: Path
+) -> None:
+    saved = pair.run(partial(resumed, load=False), 2, first, str(tmp_path))
+    again = pair.run(partial(resumed, load=True), 2, then, str(tmp_path))
+    for before, after in zip(saved, again, strict=True):
+        assert all(torch.equal(after["loaded"][name], tensor) for name, tensor in before["state"].items())
+    require_like_one_process([{**a, "steps": [s["steps"], a["steps"]]} for s, a in zip(saved, again, strict=True)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"stages": 1, "replicas": 2},
+        {"stages": 1, "tensor_parallel": 4},
+        {"stages": 2, "recompute": "all"},
+        {"stages": 2, "schedule": "zb-h1", "micro_batches": 4},
+        {"stages": 4, "stages_per_rank": 2, "micro_batches": 4},
+    ],
+)
+def test_other_plans_train_like_one_process(given: dict[str, Any], workers: Workers) -> None:
+    require_like_one_process(workers.run(trained, 4, {"tensor_parallel": 2, **given}))
+
+
+def dropped(given: dict[str, Any]) -> Any:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    given = {"sample": batch(0), "costs": "analytic", "micro_batches": 2, **given}
+    found = autopart.verify(Gpt(dropout=0.2).double(), "cpu:4", **given)
+    return found.ok, found.loss_error, found.largest
+
+
+@pytest.mark.slow
+def test_dropout_draws_the_numbers_of_one_process(workers: Workers) -> None:
+    ok, loss, largest = workers.run(dropped, {"tensor_parallel": 2, "stages": 2, "recompute": "all"})[0]
+    assert ok and max(loss, largest) < EXACT
+
+
+def verified(name: str, world: int, given: dict[str, Any], dtype: torch.dtype = torch.float64) -> Any:
+    torch.set_num_threads(1)
+    case = CASES[name]
+    sample = case.data(4, dtype)
+    found = autopart.verify(case.model(dtype=dtype), f"cpu:{world}", sample=sample, costs="analytic", **given)
+    return found.ok, found.loss_error, found.largest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "vit", "qwen3", "mixtral"])
+def test_models_are_verified_on_two_and_four_ranks(name: str, pair: Workers, workers: Workers) -> None:
+    exact = CASES[name].double
+    for pool, given in (
+        (pair, {"stages": 1, "micro_batches": 2}),
+        (workers, {"stages": 2, "micro_batches": 2, "cuts": ()}),
+    ):
+        ok, loss, largest = pool.run(verified, name, pool.world, {"tensor_parallel": 2, **given})[0]
+        assert ok and max(loss, largest) < (EXACT if exact else 1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_differs_by_rounding(precision: str, pair: Workers) -> None:
+    given = {"tensor_parallel": 2, "stages": 1, "micro_batches": 2, "precision": precision}
+    ok, loss, _ = pair.run(verified, "llama", 2, given, torch.float32)[0]
+    assert ok and loss < 1e-2
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ({"token_slices": 2}, "slices of sequences"),
+        ({"zero": 1}, "shared optimizer state"),
+        ({"backend": "inductor"}, "compiled stages"),
+        ({"schedule": "pipedream"}, "pipedream"),
+        ({"master_weights": True}, "master weights"),
+    ],
+)
+def test_what_does_not_run_with_tensor_parallelism_is_refused_by_name(given: dict[str, Any], what: str) -> None:
+    with pytest.raises(autopart.RefusedError, match=f"does not run with {what}.* yet"):
+        autopart.plan(gpt(), **options(4, tensor_parallel=2, **given))
+
+
+def test_auto_takes_the_fastest_of_all_that_fit_and_shows_the_others() -> None:
+    plans = {n: autopart.plan(gpt(), **options(4, tensor_parallel=n, stages=1)) for n in (1, 2, 4, "auto")}
+    best = plans["auto"]
+    assert best.step_ns == min(plan.step_ns for plan in plans.values())
+    others = {other.name: other.step_ns for other in best.outlook.alternatives if "tensor_parallel" in other.name}
+    expected = {
+        f"tensor_parallel={n}": plan.step_ns for n, plan in plans.items() if n not in ("auto", best.decision.shards)
+    }
+    assert others == expected
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+def test_members_of_a_group_run_the_same_computes_in_one_order(schedule: str) -> None:
+    """The lemma behind exchanges inside of computes: each group is a subset of the ranks that a compute is proven to
+    bring together, its members have equal sequences of computes, and messages go to the same place of another group."""
+    plan = autopart.plan(gpt(), **options(4, tensor_parallel=2, stages=2, schedule=schedule, micro_batches=4))
+    graph = captured_at(gpt(), batch(0))[0].graph
+    program = check_program(replace(route(plan.decision, graph), statistics=(0, 1)), schedule)
+    for stage in plan.stages:
+        first, second = (
+            [action for action in program.part(rank) if action.is_a.role == COMPUTE] for rank in stage.ranks
+        )
+        assert first == second and first
+        assert all(set(stage.ranks) <= set(program.members(action)) for action in first)
+    moved = [each for action in program.order if action.is_a.role == SEND for each in program.transfers(action)]
+    assert moved and all((each.src_rank - each.dst_rank) % 2 == 0 for each in moved)
+
+
+def test_groups_lie_inside_of_the_innermost_level() -> None:
+    with pytest.raises(autopart.UsageError, match="tensor_parallel is 2, and the innermost level"):
+        autopart.plan(gpt(), **options(3, tensor_parallel=2))
+
+
+def test_dropout_inside_of_a_kernel_of_attention_is_refused_by_module() -> None:
+    model = CASES["gpt2"].model(dropout=0.1)
+    with pytest.raises(autopart.RefusedError, match=r"attention with dropout cannot be divided[\s\S]*h\.0\.attn"):
+        autopart.plan(model, "cpu:2", sample=CASES["gpt2"].data(4), costs="analytic", tensor_parallel=2)

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-
 PRINTED = """
 from support.oracles.drawn_clusters import drawn, found_for
 for seed in (13, 15):

@@ -5,7 +5,7 @@ on both sides, in row-major order, so a factor is split into (major, minor) wher
 view takes out of a hidden axis is a digit of it, and the same digit of the weights that made it.  One union-find pass,
 O(axes).
 
-Shardy, "Propagation" (compound factors): openxla/shardy, docs/propagation.md.
+Shardy, "Propagation" (compound factors): openxla/shardy, its page on propagation.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 A change of state is one module: what the forward does with a tensor, and the backward with its gradient.  These
 exchanges stand inside of computes.  All members run the computes of their stages in one order, and autograd runs a
 backward in the reverse order of its forward, so all make the same exchanges in the same order, in a group of their own.
+Messages are awaited between computes, never inside of one, and the proof of a program (`Program.statistics`) lets all
+ranks of a stage meet in each of its computes, of which a group is a part: so what is proven to end ends with them.
 Partial sums are added in the dtype of the product that made them.
 """
 

@@ -213,7 +213,8 @@ def _under(way: Way, found: Evaluation, fine: SearchSpace) -> Iterator[Candidate
         yield from (plan,) if even is None else (plan, even)
         return
     stages, rows = plan.stages, max(plan.micro_rows)
-    if stages > fine.chain.n:
+    alike = len(fine.costs.device_types) == 1
+    if stages > fine.chain.n or (alike and len(set(plan.widths)) > 1):
         return
     homes = placed(way.placement, stages, len(plan.widths))
     for each in _by_speed(plan, fine):

@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import json
 import math
+import mmap
 import os
 import queue
 import threading
@@ -133,15 +134,19 @@ class StoredTensor:
 
     def mapped(self) -> torch.Tensor:
         """Return the tensor, whose numbers are read from a local file where they are used.  Raises CheckpointError."""
-        if storage_of(self.file) is not FOLDERS:
+        size = bytes_of(self)
+        if storage_of(self.file) is not FOLDERS or not size:
             return self.read()
+        begin = self.offset - self.offset % mmap.ALLOCATIONGRANULARITY
         try:
-            size = self.file.stat().st_size
-            every = torch.from_file(str(self.file), shared=False, size=size, dtype=torch.uint8)
-        except (OSError, RuntimeError) as error:
+            with FOLDERS.open(self.file) as file:
+                end = self.offset + size
+                whole = mmap.mmap(file.fileno(), end - begin, access=mmap.ACCESS_COPY, offset=begin)
+        except (OSError, ValueError) as error:  # ValueError: the file is shorter
             raise unreadable_file(self.file, error) from error
-        end = self.offset + math.prod(self.shape) * self.dtype.itemsize
-        return every[self.offset : end].view(self.dtype).view(self.shape)
+        # A mapping of its own: what writes a part of a larger one copies it first.
+        own = torch.frombuffer(whole, dtype=torch.uint8, count=size, offset=self.offset - begin)
+        return own.view(self.dtype).view(self.shape)
 
     def read(self) -> torch.Tensor:
         """Return the tensor, in host memory of its own.  Raises CheckpointError."""

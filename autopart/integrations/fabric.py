@@ -2,8 +2,7 @@
 
     fabric = Fabric(accelerator="cpu", strategy=PipelineStrategy(sample=batch, stages=2))
     model, optimizer = fabric.setup(model, optimizer)
-    loss = model(**batch).loss
-    fabric.backward(loss)
+    fabric.backward(model(**batch).loss)
 
 Forward and backward of a pipeline cannot be taken apart, so `model(batch)` runs both and keeps the gradients of this
 step, and `fabric.backward` adds them, times what the loss was multiplied with, as autograd would.

@@ -286,7 +286,8 @@ def _answers(calls: list[_Call]) -> dict[Hashable, _Answer]:
     """
     composite: Any = exported_program
     kept: set[Any] = composite._collect_all_valid_cia_ops()
-    state = (torch.get_default_dtype(), torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled())
+    switches = (torch.are_deterministic_algorithms_enabled, torch._C._get_mkldnn_enabled, torch._C._get_cudnn_enabled)
+    state = (torch.get_default_dtype(), torch.is_grad_enabled(), *(switch() for switch in switches))
     distinct = {call.key: call for call in calls if not _stays(call, kept)}
     found = {key: _KNOWN[state, key] for key in distinct if (state, key) in _KNOWN}
     distinct = {key: call for key, call in distinct.items() if key not in found}

@@ -44,7 +44,12 @@ class Stage:
     @property
     def division(self) -> Division:
         """How the ranks of the stage divide micro-batches."""
-        return division(len(self.ranks) // self.shards, self.shares, self.policy, self.shards)
+        return division(self.replicas, self.shares, self.policy, self.shards)
+
+    @property
+    def replicas(self) -> int:
+        """The number of replicas: of ranks, or of groups of ranks that compute together."""
+        return len(self.ranks) // self.shards
 
     def shard_group(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that compute parts of the rows of one of them."""

@@ -59,18 +59,19 @@ class Facts(Part):
     def data_shard(self) -> tuple[int, int]:
         """Return (number, of) for a sampler that gives each replica of the first stage the same number of rows:
         `DistributedSampler(dataset, num_replicas=of, rank=number)`.  A rank that needs no data has the number 0."""
-        ranks = self.plan().stages[0].ranks
-        return (ranks.index(self.rank()) if self.needs_data() else 0), len(ranks)
+        first = self.plan().stages[0]
+        return (first.ranks.index(self.rank()) // first.shards if self.needs_data() else 0), first.replicas
 
     def data_rows(self, rows: int) -> tuple[int, ...]:
         """Return the places of this rank's rows in a batch of `rows` rows, in the order of its shard.  A step over all
         shards equals the step over the whole batch."""
         if not isinstance(rows, int) or isinstance(rows, bool) or rows < 1:
             raise UsageError(f"a batch of {rows!r} rows", fix="pass the number of rows of the whole batch")
-        number, _ = self.data_shard()
+        if not self.needs_data():
+            return ()
         plan = self.plan()
-        planned = micro_cut(rows, plan.micro_rows)
-        return own_rows(planned, plan.stages[0].division, number) if self.needs_data() else ()
+        first = plan.stages[0]
+        return own_rows(micro_cut(rows, plan.micro_rows), first.division, first.ranks.index(self.rank()))
 
     def scaler(self) -> LossScaler | None:
         """The loss scaler in fp16, equal on every rank and kept by `state_dict`; None in another precision."""

@@ -26,7 +26,7 @@ def notes_on(options: Options, plan: Plan, graph: Graph) -> tuple[str, ...]:
         "sync_batchnorm=True": options.sync_batchnorm,
     }
     notes = []
-    if all(len(stage.ranks) == 1 for stage in plan.stages):
+    if all(stage.replicas == 1 for stage in plan.stages):
         notes += [
             f"{name} has no effect: no stage of this plan has replicas" for name, given in replicas.items() if given
         ]
@@ -41,7 +41,7 @@ def notes_on(options: Options, plan: Plan, graph: Graph) -> tuple[str, ...]:
             f"statistics of BatchNorm are those of each micro-batch ({rows} row{'s' * (rows > 1)}), as when gradients "
             "are accumulated; micro_batches=1 takes those of the whole batch"
         )
-    replicated = {name for stage in plan.stages if len(stage.ranks) > 1 for name in stage.ops}
+    replicated = {name for stage in plan.stages if stage.replicas > 1 for name in stage.ops}
     if replicated & coupling_ops(graph, synced=options.sync_batchnorm):
         own = "micro-batches" if any(stage.policy == "turn" for stage in plan.stages) else "rows"
         notes.append(

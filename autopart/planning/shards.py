@@ -46,12 +46,10 @@ def _refusals(graph: Graph, options: Options, plan: Plan | None) -> Iterator[tup
         (options.schedule != "auto" and not find(options.schedule).synchronous, options.schedule, 'use "1f1b"'),
     )
     yield from ((what, fix) for present, what, fix in given if present)
+    several = options.replicas not in (None, 1) or (plan is not None and any(s.replicas > 1 for s in plan.stages))
     for op in graph.ops:
         if "batch_norm" in op.target and ("training", True) in op.attrs:
             yield f"batch statistics (module {op.module} at {op.where})", "put the norm into eval mode"
-        several = options.replicas not in (None, 1) or (
-            plan is not None and any(len(stage.ranks) > stage.shards for stage in plan.stages)
-        )
         if op.random and (several or op_name(op.target) not in (*DROPOUTS, ATTENTION)):
             both = " and replicas" if several else ""
             yield f"random numbers{both} (module {op.module} at {op.where})", "set the p of dropout to 0"

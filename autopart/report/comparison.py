@@ -110,7 +110,7 @@ def _row(answer: Answer, column: str) -> dict[str, str]:
 
 def _shape(plan: Plan) -> str:
     """Return stages, replicas, micro-batches and schedule in a few words."""
-    widths = sorted({len(stage.ranks) for stage in plan.stages})
+    widths = sorted({stage.replicas for stage in plan.stages})
     replicas = str(widths[0]) if len(widths) == 1 else f"{widths[0]}-{widths[-1]}"
     stages, micros = len(plan.stages), len(plan.micro_rows)
     return (
@@ -128,7 +128,7 @@ def _facts(answer: Answer) -> dict[str, object]:
     return facts | found | {
         "bubble": plan.outlook.bubble,
         "stages": len(plan.stages),
-        "replicas": [len(stage.ranks) for stage in plan.stages],
+        "replicas": [stage.replicas for stage in plan.stages],
         "micro_batches": len(plan.micro_rows),
         "schedule": plan.schedule,
     }  # fmt: skip

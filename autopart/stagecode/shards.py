@@ -58,11 +58,12 @@ def held_graph(graph: Graph, shards: int, held: Held) -> Graph:
 
 def held_layouts(graph: Graph, shards: int, held: Held, layouts: Layouts) -> dict[str | tuple[str, int], RowLayout]:
     """Return how values that ranks pass on hold rows: a cut before the rows of an axis leaves less before each."""
+    assignment = choose(graph, shards, held) if shards > 1 else None
     found: dict[str | tuple[str, int], RowLayout] = {}
     for name, layout in layouts.items():
         if layout is None:
             continue
-        state = boundary(graph, choose(graph, shards, held), name) if shards > 1 else WHOLE
+        state = boundary(graph, assignment, name) if assignment is not None else WHOLE
         inside = state.kind == CUT_KIND and state.axis == layout.axis and state.before < layout.stride
         found[name] = RowLayout(layout.axis, layout.stride // shards) if inside else layout
     return found
@@ -76,7 +77,6 @@ class _Shards:
     def __init__(self, graph: Graph, assignment: Assignment, members: Members) -> None:
         self._graph, self._assignment, self._members = graph, assignment, members
         self._calls: Mapping[str, Call] = {call.op.name: call for call in calls_of(graph)}
-        self._kinds = {param.name: param.kind for param in graph.params}
         self.grads = {v.name for v in graph.values if v.grad} | {p.name for p in graph.params if p.trainable}
         self._held: dict[fx.Node, Any] = {}  # `_Node`; of what makes several results, one for each
         self._read: dict[tuple[fx.Node, State], fx.Node] = {}

@@ -43,6 +43,11 @@ class Facts:
 
 def facts_of(plan: Plan, graph: Graph) -> Facts:
     """Return what others have words for.  graph: the captured graph of the plan.  Raises UsageError.  O(ops)."""
+    if plan.decision.shards > 1:
+        raise UsageError(
+            "plans with tensor parallelism are not written in other trainers' words yet",
+            fix="plan with tensor_parallel=1",
+        )
     groups = [tuple(sorted(stage.ranks)) for stage in plan.stages]
     counts, widths = Counter(groups), sorted({len(group) for group in groups})
     if len(widths) > 1 or len(set(counts.values())) > 1:

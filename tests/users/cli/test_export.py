@@ -118,6 +118,14 @@ def test_what_has_no_word_is_named_or_refused():
         exported(plan, graph, "deepspeed")
 
 
+def test_ranks_that_compute_together_are_no_replicas():
+    plan, graph = planned("cpu:4", tensor_parallel=2, stages=1, replicas=2)
+    assert [stage.replicas for stage in plan.stages] == [2] and len(plan.stages[0].ranks) == 4
+    for name in FORMATS:
+        with pytest.raises(UsageError, match="tensor parallelism"):
+            exported(plan, graph, name)
+
+
 def test_an_experts_plan_becomes_the_options_that_give_it_back():
     asked = hand_options("layout=Et*3|t*5L,dp=2,mbs=2,recompute=full", Layers(), 16)
     plan, graph = planned(**asked)

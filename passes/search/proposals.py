@@ -22,7 +22,7 @@ import numpy as np
 
 from autopart.passes.search.evaluation import Candidate, Proposal, Search
 from autopart.passes.search.layout import MOST_ORDERS, SMALL, Layout, Pools, all_orders, layouts, pools_of
-from autopart.passes.search.partition import INFEASIBLE, Partition, Table, Taken, solve_partition, solve_pools
+from autopart.passes.search.partition import INFEASIBLE, Cut, Partition, Table, Taken, solve_partition, solve_pools
 from autopart.passes.search.space import SearchSpace, fastest_sums, gradient_edges, is_chain
 from autopart.passes.search.tables import StageCostTables
 
@@ -228,12 +228,13 @@ def _taken(pools: Pools, most: int, tables: StageCostTables) -> list[tuple[Parti
             if (not single or sum(cuts[place].used) == stages) and seen[stages] < (1 if single else ALIKE):
                 chosen[place] = None
                 seen[stages] += 1
-    found = []
-    for place in sorted(chosen):
-        cut = cuts[place]
-        widths, first = tuple(map(sum, cut.taken)), pools.depth - sum(cut.used)
-        found.append((Partition(cut.bounds, widths, cut.latency_ns, first), pools.laid_out(cut.taken)))
-    return found
+    return [_placed(pools, cuts[place]) for place in sorted(chosen)]
+
+
+def _placed(pools: Pools, cut: Cut) -> tuple[Partition, Layout]:
+    """Return a way to cut the chain on unlike devices as a partition of a layout."""
+    widths, first = tuple(map(sum, cut.taken)), pools.depth - sum(cut.used)
+    return Partition(cut.bounds, widths, cut.latency_ns, first), pools.laid_out(cut.taken)
 
 
 def _moved_up(partition: Partition, space: SearchSpace, layout: Layout) -> Partition:
@@ -287,10 +288,8 @@ def rearranged(candidate: Candidate, space: SearchSpace) -> Iterator[Candidate]:
         cuts = solve_pools(space.chain.n, pools.counts, sorted(set(own)), count, table_of, idle=[(0,) * len(kinds)])
         for cut in cuts:
             if len(cut.taken) == count:
-                widths, first = tuple(map(sum, cut.taken)), pools.depth - sum(cut.used)
-                yield replace(
-                    candidate, bounds=cut.bounds, widths=widths, first=first, layout=pools.laid_out(cut.taken)
-                )
+                part, layout = _placed(pools, cut)
+                yield replace(candidate, bounds=part.bounds, widths=part.widths, first=part.first, layout=layout)
 
 
 def _arranged(left: Counter[Taken]) -> set[tuple[Taken, ...]]:

@@ -84,15 +84,57 @@ def _is_rate(cls: Any, name: str) -> bool:
 
 
 class RecurrentModel(nn.Module):
-    """A language model of LSTM layers."""
+    """A language model of recurrent layers.  cell: `nn.LSTM` or `nn.GRU`."""
 
-    def __init__(self, vocab: int, hidden: int, layers: int) -> None:
+    def __init__(self, vocab: int, hidden: int, layers: int, cell: type[nn.RNNBase] = nn.LSTM) -> None:
         super().__init__()
         self.tokens, self.head = nn.Embedding(vocab, hidden), nn.Linear(hidden, vocab)
-        self.layers = nn.ModuleList(nn.LSTM(hidden, hidden, batch_first=True) for _ in range(layers))
+        self.layers = nn.ModuleList(cell(hidden, hidden, batch_first=True) for _ in range(layers))
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         x = self.tokens(input_ids)
         for layer in self.layers:
             x, _ = layer(x)
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+class DenoisingBlock(nn.Module):
+    """Two convolutions around an embedding of the noise level, with a residual."""
+
+    def __init__(self, into: int, out: int, level: int) -> None:
+        super().__init__()
+        self.norm1, self.conv1 = nn.GroupNorm(8, into), nn.Conv2d(into, out, 3, padding=1)
+        self.norm2, self.conv2 = nn.GroupNorm(8, out), nn.Conv2d(out, out, 3, padding=1)
+        self.level, self.skip = nn.Linear(level, out), nn.Conv2d(into, out, 1)
+
+    def forward(self, x: torch.Tensor, level: torch.Tensor) -> torch.Tensor:
+        h = self.conv1(nn.functional.silu(self.norm1(x))) + self.level(level)[:, :, None, None]
+        return self.skip(x) + self.conv2(nn.functional.silu(self.norm2(h)))
+
+
+class DenoisingUNet(nn.Module):
+    """Predict the noise of images as a diffusion model does (DDPM, NeurIPS 2020): a U-Net with skips over its middle.
+
+    pixel_values: (rows, 3, size, size), noisy.  level: (rows,), the level of noise.  noise: as pixel_values.
+    """
+
+    def __init__(self, width: int, depth: int, levels: int = 1000) -> None:
+        super().__init__()
+        widths = [width * 2**i for i in range(depth)]
+        self.levels, self.first = nn.Embedding(levels, 4 * width), nn.Conv2d(3, width, 3, padding=1)
+        pairs = list(zip([width, *widths], widths, strict=False))
+        self.down = nn.ModuleList(DenoisingBlock(into, out, 4 * width) for into, out in pairs)
+        self.middle = DenoisingBlock(widths[-1], widths[-1], 4 * width)
+        self.up = nn.ModuleList(DenoisingBlock(2 * out, into, 4 * width) for into, out in reversed(pairs))
+        self.last = nn.Conv2d(width, 3, 3, padding=1)
+
+    def forward(self, pixel_values: torch.Tensor, level: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        at, x, skips = self.levels(level), self.first(pixel_values), []
+        for block in self.down:
+            skips.append(block(x, at))
+            x = nn.functional.avg_pool2d(skips[-1], 2)
+        x = self.middle(x, at)
+        for block in self.up:
+            wider = nn.functional.interpolate(x, scale_factor=2.0)
+            x = block(torch.cat([wider, skips.pop()], 1), at)
+        return nn.functional.mse_loss(self.last(x), noise)

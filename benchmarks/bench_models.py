@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from architectures import RecurrentModel, Sizes, built, seeded, sizes
+from architectures import DenoisingUNet, RecurrentModel, Sizes, built, seeded, sizes
 from torch import nn
 
 Batch = dict[str, torch.Tensor]
@@ -41,6 +41,15 @@ def _images(rows: int, size: int) -> Callable[[], Batch]:
         source = torch.Generator().manual_seed(1)
         labels = torch.randint(0, 10, (rows,), generator=source)
         return {"pixel_values": torch.randn(rows, 3, size, size, generator=source), "labels": labels}
+
+    return make
+
+
+def _noisy_images(rows: int, size: int) -> Callable[[], Batch]:
+    def make() -> Batch:
+        source = torch.Generator().manual_seed(1)
+        images, noise = (torch.randn(rows, 3, size, size, generator=source) for _ in range(2))
+        return {"pixel_values": images, "level": torch.randint(1000, (rows,), generator=source), "noise": noise}
 
     return make
 
@@ -94,6 +103,11 @@ MODELS: dict[str, BenchModel] = {
     "t5": _translation("T5ForConditionalGeneration"),
     "bart": _translation("BartForConditionalGeneration"),
     "lstm": BenchModel(lambda: RecurrentModel(2048, 384, 6), tokens(2048, 16, 64), "layers", 6),
+    "gru": BenchModel(lambda: RecurrentModel(2048, 384, 6, nn.GRU), tokens(2048, 16, 32), "layers", 6),
+    "mamba": BenchModel(
+        lambda: built("MambaForCausalLM", _sizes(192, 4), {"state_size": 8}), tokens(2048, 16, 24), "backbone.layers", 4
+    ),
+    "unet": BenchModel(lambda: DenoisingUNet(32, 3), _noisy_images(16, 48), "down", 3),
     "vit": BenchModel(_vision("ViTForImageClassification", patch_size=8), _images(16, 96), "vit.layers", 8),
     "convnext": BenchModel(
         _vision("ConvNextForImageClassification", hidden_sizes=[32, 64, 128, 256], depths=[2, 2, 6, 2]),

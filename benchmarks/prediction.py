@@ -5,7 +5,7 @@ schedule x cut x micro-batches) is compiled, simulated with measured costs as wi
 count. The optimizer is left out of both. Memory: bytes of storage that autograd keeps or the rank received for the
 backward pass, without parameters, at the worst moment of a step, compared with live * activations of the estimate.
 
-    python benchmarks/prediction.py                    about 25 minutes on 2 cores; writes results/prediction.json
+    python benchmarks/prediction.py                    about 40 minutes on 2 cores; writes results/prediction.json
     python benchmarks/prediction.py --models t5 lstm   some models
 """
 
@@ -47,7 +47,7 @@ class Case:
     """A plan to measure.
 
     cut: None for the planner's choice, otherwise the layer at which the second stage begins; replicas: of each stage;
-    backend: "eager", or "inductor" for compiled stages.
+    per_rank: stages of each rank; slices: of each sequence; backend: "eager", or "inductor" for compiled stages.
     """
 
     model: str
@@ -57,11 +57,13 @@ class Case:
     recompute: str = "off"
     replicas: int = 1
     backend: str = "eager"
+    per_rank: int = 1
+    slices: int | None = None
 
     @property
     def stages(self) -> int:
         """The number of stages on two ranks."""
-        return 2 // self.replicas
+        return 2 * self.per_rank // self.replicas
 
     def __str__(self) -> str:
         where = "planned cut" if self.cut is None else f"cut at layer {self.cut}"
@@ -69,7 +71,9 @@ class Case:
             where = f"{self.replicas} replicas"
         again = ", all recomputed" if self.recompute == "all" else ""
         code = ", compiled" if self.backend == "inductor" else ""
-        return f"{self.model}, {self.schedule}, {self.micros} micro-batches, {where}{again}{code}"
+        parts = f", {self.per_rank} stages a rank" if self.per_rank > 1 else ""
+        parts += f", {self.slices} slices" if self.slices else ""
+        return f"{self.model}, {self.schedule}, {self.micros} micro-batches, {where}{parts}{again}{code}"
 
 
 CASES = (
@@ -83,11 +87,15 @@ CASES = (
     Case("gpt2", "1f1b", 4, None, "all", 2),
     *(
         Case(name, "1f1b", micros, replicas=replicas)
-        for name in ("mistral", "mixtral", "t5", "bart", "lstm", "convnext", "resnet")
+        for name in ("mistral", "mixtral", "t5", "bart", "lstm", "gru", "mamba", "unet", "convnext", "resnet")
         for micros, replicas in ((4, 1), (2, 2))
         if (name, replicas) != ("convnext", 1)
     ),
     Case("t5", "gpipe", 4, None, "all"), Case("resnet", "gpipe", 2),
+    Case("gpt2", "interleaved", 4, per_rank=2), Case("mistral", "interleaved", 4, per_rank=2),
+    Case("gpt2", "zb-v", 4, per_rank=2), *(Case(name, "zb-h1", 4) for name in ("llama", "t5", "unet")),
+    Case("gpt2", "zb-h2", 4), Case("vit", "searched", 4), Case("llama", "1f1b-deep", 4),
+    Case("llama", "1f1b", 2, slices=3), Case("gpt2", "gpipe", 1, slices=4),
     *(
         Case(name, "1f1b", micros, replicas=replicas, backend="inductor")
         for name in ("gpt2", "llama", "bert")
@@ -179,7 +187,7 @@ def compiled(case: Case, cluster: autopart.Cluster) -> autopart.Pipe:
     return autopart.compile(
         model.model(), cluster, sample=model.batch(), stages=case.stages, replicas=case.replicas,
         micro_batches=case.micros, schedule=case.schedule, cuts=cuts, recompute=case.recompute, costs="measured",
-        optimizer="sgd", backend=case.backend,
+        optimizer="sgd", backend=case.backend, token_slices=case.slices,
     )  # fmt: skip
 
 

@@ -30,10 +30,11 @@ def with_slices_tried(
     """
     if not _may_help(found, known, task):
         return found
+    idle = f"devices idle for {found.outlook.bubble:.0%} of the step"
     try:
         slices = asked_slices("auto", captures, task.family.batch, task.family.base.graph.size)
         if slices.recipe is None:
-            return found.with_notes(*slices.notes)
+            return found.with_notes(*(f"{idle}; {note}" for note in slices.notes))
         positions = dict.fromkeys(stage.ranks for stage in known.stages)
         options = replace(task.options, stages=len(positions), replicas=tuple(map(len, positions)), stages_per_rank=1)
         tried = make(replace(task, options=options, slices=slices, splits=(known.micro_rows,)))
@@ -41,9 +42,7 @@ def with_slices_tried(
         return found
     step_ns, lengths = tried.step_ns, listed_runs(tried.decision.token_slices)
     if not lengths:
-        return found.with_notes(
-            f"devices idle for {found.outlook.bubble:.0%} of the step; slices of sequences save nothing"
-        )
+        return found.with_notes(f"{idle}; slices of sequences save nothing")
     why = f"{step_ns / max(1, known.step_ns) - 1:+.1%}, in slices of {lengths} tokens; all batches then have one length"
     more = Alternative('token_slices="auto"', step_ns, why)
     return replace(found, outlook=replace(found.outlook, alternatives=(*found.outlook.alternatives, more)))

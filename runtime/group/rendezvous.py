@@ -129,7 +129,7 @@ def _no_store(host: str, port: int, error: Exception) -> WorkerError:
     return WorkerError(
         f"{who} the store at {host}:{port}, did not come or is gone",
         why=(str(error).splitlines() or [""])[0],
-        fix="look for the first error there",
+        fix="look for the first error there; MASTER_ADDR and MASTER_PORT say where, alike on every rank",
     )
 
 

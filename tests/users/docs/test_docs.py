@@ -110,7 +110,8 @@ def test_links_have_a_target(page: Path) -> None:
 def test_pages_are_short_and_in_the_index() -> None:
     index = (ROOT / "docs/README.md").read_text()
     for page in (ROOT / "docs").glob("*.md"):
-        most = 300 if page.name == "planning.md" else 150  # it has the tables of all options
+        # planning.md has the tables of all options; the others are one page for several tasks
+        most = {"planning.md": 300, "running.md": 240, "freezing.md": 200}.get(page.name, 150)
         assert len(page.read_text().splitlines()) <= most, page.name
         assert page.name == "README.md" or f"]({page.name})" in index, page.name
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         RefusedError as RefusedError,
         RunError as RunError,
         UsageError as UsageError,
+        UsageWarning as UsageWarning,
     )
     from autopart.ir.plan import Plan as Plan
     from autopart.ir.timeline import Timeline as Timeline
@@ -55,7 +56,9 @@ _HOMES = {
     "autopart.files.checkpoints.folders": "latest",
     "autopart.files.plans": "load_plan save_plan",
     "autopart.ir.cluster": "Cluster Device Level Link",
-    "autopart.ir.errors": "AutopartError CaptureError CheckpointError PlanError RefusedError RunError UsageError",
+    "autopart.ir.errors": (
+        "AutopartError CaptureError CheckpointError PlanError RefusedError RunError UsageError UsageWarning"
+    ),
     "autopart.ir.plan": "Plan",
     "autopart.ir.timeline": "Timeline",
     "autopart.passes.ops.table": "register_op",

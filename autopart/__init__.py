@@ -34,7 +34,6 @@ if TYPE_CHECKING:
         RefusedError as RefusedError,
         RunError as RunError,
         UsageError as UsageError,
-        UsageWarning as UsageWarning,
     )
     from autopart.ir.plan import Plan as Plan
     from autopart.ir.timeline import Timeline as Timeline
@@ -56,9 +55,7 @@ _HOMES = {
     "autopart.files.checkpoints.folders": "latest",
     "autopart.files.plans": "load_plan save_plan",
     "autopart.ir.cluster": "Cluster Device Level Link",
-    "autopart.ir.errors": (
-        "AutopartError CaptureError CheckpointError PlanError RefusedError RunError UsageError UsageWarning"
-    ),
+    "autopart.ir.errors": "AutopartError CaptureError CheckpointError PlanError RefusedError RunError UsageError",
     "autopart.ir.plan": "Plan",
     "autopart.ir.timeline": "Timeline",
     "autopart.passes.ops.table": "register_op",

@@ -217,15 +217,6 @@ class World:
             shared_group.monitor.tell(error)
         shared_group.break_all()
 
-    def require_group(self) -> None:
-        """Raise RunError if the script has destroyed the group in which ranks exchange messages."""
-        if self.size > 1 and not dist.is_initialized():
-            raise RunError(
-                "the process group was destroyed while the pipe is open",
-                why="ranks exchange all messages in it",
-                fix="leave torch.distributed.destroy_process_group() out: pipe.close() leaves the group",
-            )
-
     # -- small messages --------------------------------------------------------------------------------------------
 
     def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
@@ -313,6 +304,16 @@ class World:
                 work.wait()
 
         return finished
+
+
+def require_group(world: World) -> None:
+    """Raise RunError if the script has destroyed the group in which ranks exchange messages."""
+    if world.size > 1 and not dist.is_initialized():
+        raise RunError(
+            "the process group was destroyed while the pipe is open",
+            why="ranks exchange all messages in it",
+            fix="leave torch.distributed.destroy_process_group() out: pipe.close() leaves the group",
+        )
 
 
 def _stop_asked(rank: int, *, stepped: bool) -> float:

@@ -16,7 +16,7 @@ from autopart.cli.main import app
 
 ROOT = Path(__file__).parents[3]
 ROWS: list[tuple[str, str, str, str]] = re.findall(
-    r"^\| (\d+) \| [^|]+ \| ([^|]*) \| ([^|]*) \| ([^|]*) \|$", (ROOT / "docs/features.md").read_text(), re.MULTILINE
+    r"^\| (\d+) \|[^|]+\|([^|]*)\|([^|]*)\|([^|]*)\|$", (ROOT / "docs/features.md").read_text(), re.MULTILINE
 )
 """The number of each feature, its commands, what these print, and its state."""
 

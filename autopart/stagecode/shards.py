@@ -78,7 +78,7 @@ class _Shards:
         self._graph, self._assignment, self._members = graph, assignment, members
         self._calls: Mapping[str, Call] = {call.op.name: call for call in calls_of(graph)}
         self.grads = {v.name for v in graph.values if v.grad} | {p.name for p in graph.params if p.trainable}
-        self._held: dict[fx.Node, Any] = {}  # `_Node`; of what makes several results, one for each
+        self._held: dict[fx.Node, Any] = {}  # `_Node`; of a recomputed group, one for each result
         self._read: dict[tuple[fx.Node, State], fx.Node] = {}
         self._module: fx.GraphModule
 
@@ -126,7 +126,7 @@ class _Shards:
     def _function(self, node: fx.Node) -> None:
         if node.target is operator.getitem:
             source: Any = node.args[0]
-            of_group = source.op == "call_module"
+            of_group = isinstance(self._held[source], list)
             own = self._assignment.states.get(node.name), node.name in self.grads
             self._held[node] = self._held[source][node.args[1]] if of_group else own
             return
@@ -220,15 +220,12 @@ class _Shards:
     def _drawn(self, node: fx.Node, state: State) -> None:
         """Draw for the whole tensor, in the order of its axes in memory when it was captured."""
         (source,) = node.all_input_nodes
-        captured, result = _captured(source), node.meta.get("val")
+        captured = _captured(source)
         ndim = len(self._calls[node.name].shape(self._calls[node.name].reads[0]))
         strides = captured.stride() if isinstance(captured, torch.Tensor) else range(ndim, 0, -1)
         order = sorted(range(ndim), key=lambda axis: -strides[axis])
         cut = (state.axis, state.before) if state.kind == CUT_KIND else None
         self._become(node, Drawn(self._members, cut, order), node.args)
-        if isinstance(result, tuple | list):
-            made = self._module.graph.find_nodes(op="call_module", target=f"shard_{node.name}")[0]
-            self._held[made] = [self._held[made]] * len(result)
 
     def _become(self, node: fx.Node, module: nn.Module, arguments: Sequence[Any] | None = None) -> None:
         """Replace an op by a module that takes these arguments, by default its first two."""

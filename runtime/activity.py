@@ -7,7 +7,7 @@ as under torchrun, the status lies in the process itself.  The heartbeat sends i
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 LABEL_BYTES, NOTE_BYTES = 64, 192
@@ -100,27 +100,16 @@ def waiting(rank: int | None = None) -> AbstractContextManager[None]:
     return _Waiting(EVERYONE if rank is None else rank + 1)
 
 
-def meeting(ranks: Sequence[int]) -> AbstractContextManager[None]:
-    """Note that the body waits for the others of these ranks, which the activity names until then; as `waiting`."""
-    return _Waiting(EVERYONE, f", in an exchange of ranks {', '.join(map(str, ranks))}".encode())
-
-
 class _Waiting:
-    def __init__(self, waits: int, more: bytes = b"") -> None:
-        self._waits, self._more = waits, more
-        self._note = b""
+    def __init__(self, waits: int) -> None:
+        self._waits = waits
 
     def __enter__(self) -> None:
         _status.changes += 1
-        if self._more:
-            self._note = _status.note
-            _status.note = (self._note + self._more)[: NOTE_BYTES - 1]
         _status.waits = self._waits
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         _status.waits = NOBODY
-        if self._more:
-            _status.note = self._note
 
 
 def encoded(text: str, size: int = NOTE_BYTES) -> bytes:

@@ -161,8 +161,12 @@ class Session:
         self.standing = Standing(planned.plan, planned.captured, context, executor, self._preparing_s, moving_s)
         self.road.begin(self.standing, self.batch)
         context.values.drop_foreign_gradients()
-        stages = planned.plan.decision.stages_of_rank(self.world.rank)
-        set_rank_label(f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}" if stages else "idle")
+        decision, rank = planned.plan.decision, self.world.rank
+        stages = decision.stages_of_rank(rank)
+        group = decision.stages[stages[0]].shard_group(rank) if stages else ()
+        together = f", ranks {', '.join(map(str, group))} together" if len(group) > 1 else ""
+        label = f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
+        set_rank_label(label + together if stages else "idle")
 
     # -- what a rank has under a plan, made before anything of the plan that runs is changed -----------------------
 

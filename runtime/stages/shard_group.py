@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autopart.rng import keyed
-from autopart.runtime.activity import meeting
+from autopart.runtime.activity import waiting
 from autopart.runtime.group.world import World
 
 PURPOSE = "shards"
@@ -50,12 +50,11 @@ class ShardGroup:
         self._world, self._ranks = world, tuple(ranks)
         self.index, self.count = self._ranks.index(world.rank), len(self._ranks)
         self._order = [self._ranks.index(rank) for rank in sorted(ranks)]  # as a group counts them
-        self._meeting = meeting(ranks)
 
     def summed(self, tensor: torch.Tensor, *, largest: bool = False) -> torch.Tensor:
         """Return the sum, or the largest, of all members' tensors."""
         found = tensor.detach().clone(memory_format=torch.contiguous_format)
-        with self._meeting:
+        with waiting():
             group = self._world.group(self._ranks, purpose=PURPOSE)
             self._world.all_reduce(found, group, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
         return found
@@ -65,7 +64,7 @@ class ShardGroup:
         own = tensor.detach().contiguous()
         on_host = own.cpu() if self._world.staged else own
         found = torch.empty((self.count, *own.shape), dtype=own.dtype, device=on_host.device)
-        with self._meeting:
+        with waiting():
             parts = [found[place] for place in self._order]
             dist.all_gather(parts, on_host, group=self._world.group(self._ranks, purpose=PURPOSE))
         return found.to(own.device)

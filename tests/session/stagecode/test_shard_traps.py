@@ -105,11 +105,11 @@ def captured_model(name: str) -> Any:
     return captured, inputs, run_whole(captured, inputs)
 
 
-def _found(name: str, seeds: int = 20) -> Iterator[float]:
+def _found(name: str, seeds: int) -> Iterator[float]:
     """Yield the errors under the rule and under random assignments; what is refused, or cannot run, is raised."""
     captured, inputs, expected = captured_model(name)
     ops = [op.name for op in captured.graph.ops]
-    again = [ops[len(ops) // 4 : len(ops) // 2]] if name == "words" else []
+    again = {"words": [ops[len(ops) // 4 : len(ops) // 2]], "dropped": [ops[:1]]}.get(name, [])
     if name != "13 words":  # of which nothing can be divided
         yield errors(captured, inputs, choose.__wrapped__(captured.graph, 2), expected=expected, again=again)
     for seed in range(seeds):
@@ -240,7 +240,7 @@ TRAPS = {
     "exchanges in ops that run again": Trap("words", _again_without),
     "a bias that every rank adds": Trap("words", _moves("copy", "partial", forward=KEEP, backward=KEEP)),
     "a value read whole and in parts": Trap("words", _moves("whole", "copy", backward=KEEP)),
-    "what stands before experts": Trap("mixtral", _moves("whole", "copy", backward=KEEP)),
+    "what stands before experts": Trap("mixtral", _moves("whole", "copy", backward=KEEP), seeds=1),
     "a parameter read whole, summed over the ranks": Trap("words", _moves("copy", "whole", backward=KEEP)),
     "a sum whose gradient is a sum": Trap("words", _moves("partial", "copy", backward=KEEP)),
     "a gather whose gradient is a sum": Trap("words", _moves("cut", "copy", backward="slice")),
@@ -269,7 +269,7 @@ TRAPS = {
 @pytest.mark.parametrize("name", TRAPS)
 def test_a_trap_is_avoided_and_not_without_its_guard(name: str, monkeypatch: Patch) -> None:
     trap = TRAPS[name]
-    assert _worst(trap.model) < EXACT
+    assert _worst(trap.model, trap.seeds) < EXACT
     trap.without(monkeypatch)
     try:
         found = max(_found(trap.model, trap.seeds))
@@ -283,5 +283,5 @@ def test_a_trap_is_avoided_and_not_without_its_guard(name: str, monkeypatch: Pat
 
 
 @functools.cache
-def _worst(name: str) -> float:
-    return max(_found(name))
+def _worst(name: str, seeds: int) -> float:
+    return max(_found(name, seeds))

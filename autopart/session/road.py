@@ -175,7 +175,7 @@ class Road:
         given = settle()
         if mode == "step" and not (sharded or self._compared):
             self._compared = True
-            warn_of_other_batches(self._world, batch, needing, self._standing.plan.decision.shards)
+            warn_of_other_batches(self._world, batch, needing)
         shards = given.shards
         rows = sum(shards) if sharded else given.rows
         kind = self._kinds.kind(mode, given.signature, rows)

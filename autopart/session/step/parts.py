@@ -11,7 +11,7 @@ import torch
 
 from autopart.batch.batch import Batch, split_rows
 from autopart.ir.actions import COMPUTES, FORWARD, Slot, parse_action
-from autopart.ir.errors import BatchError, RefusedError
+from autopart.ir.errors import RefusedError
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision, Stage
 from autopart.ir.program import Program
@@ -99,20 +99,10 @@ def digest(tensors: Iterable[torch.Tensor]) -> float:
     return float(int.from_bytes(found.digest(), "little") >> 12)
 
 
-def warn_of_other_batches(world: World, batch: Batch | None, needing: Sequence[int], shards: int) -> None:
+def warn_of_other_batches(world: World, batch: Batch | None, needing: Sequence[int]) -> None:
     """Warn, on rank 0, of ranks that were given another batch than the first stage, whose batch is the one that counts.
-    batch: of this rank, None without one.  needing: ranks of the first stage, of which each so many compute parts of
-    the same rows.  Collective; reads the tensors once.  Raises BatchError where these have different ones."""
+    batch: of this rank, None without one.  needing: ranks of the first stage.  Collective; reads the tensors once."""
     found = world.gather_numbers([0.0 if batch is None or batch.stands_in else digest(batch.tensors)])
-    for place, rank in enumerate(needing):
-        lead = needing[place - place % shards]
-        if found[rank] != found[lead]:
-            raise world.known(
-                BatchError(
-                    f"ranks {lead} and {rank} were given different batches, and compute parts of the same rows",
-                    fix="give every rank the same batches; `pipe.data_shard` tells a sampler which ranks are alike",
-                )
-            )
     first = needing[0]
     other = next((r for r, (own,) in enumerate(found) if own not in (0.0, *found[first]) and r not in needing), None)
     if other is not None and world.rank == 0:

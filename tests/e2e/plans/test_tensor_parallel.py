@@ -20,6 +20,7 @@ from torch.optim import swa_utils
 import autopart
 from autopart.files.plans import plan_from_json, plan_to_json
 from autopart.ir.actions import COMPUTE, SEND
+from autopart.ir.errors import BatchError
 from autopart.passes.program.messages import check_messages
 from autopart.passes.program.routing import route
 from autopart.passes.program.verify import check_program
@@ -209,7 +210,7 @@ def test_weights_move_to_a_plan_with_other_pieces_and_averages_are_of_whole_tens
             for name, parameter in model.named_parameters():
                 torch.testing.assert_close(gradients[name], parameter.grad, rtol=EXACT, atol=1e-13)
         optimizer.step()
-        if number < 3:
+        if number < 2:
             optimizer.zero_grad()
         if number >= 2:
             averaged.update_parameters(model)
@@ -222,7 +223,7 @@ def guarded(trap: str) -> str:
     """Train a step, with or without a guard; return what is wrong, "" for nothing."""
     torch.set_num_threads(1)
     expected, _ = plain()
-    first, own = batch(1), batch(1)
+    own = batch(1)
     with pytest.MonkeyPatch.context() as patch:
         if "norm" in trap:
             right = Placement.owned_by
@@ -230,17 +231,16 @@ def guarded(trap: str) -> str:
         if "summed" in trap:
             patch.setattr(ReplicaSums, "_launch", lambda self, bucket: None)
         if "batches" in trap and int(os.environ["RANK"]):
-            own = batch(9)
+            own = batch(9)[0], own[1]
         if trap.endswith("unseen"):
-            patch.setattr("autopart.session.road.warn_of_other_batches", lambda *given: None)
+            patch.setattr("autopart.session.executors.preparation.digest", lambda tensors: 1.0)
         with autopart.compile(gpt(), **options(2, tensor_parallel=2, stages=1)) as pipe:
             try:
                 loss = pipe.step(*own).item()
-            except autopart.BatchError as error:
+            except BatchError as error:
                 return str(error)
-            gradients, norm = pipe.gradients(), float(pipe.clip_grad_norm_(0.1))
+            norm, gradients = float(pipe.clip_grad_norm_(0.1)), pipe.gradients()
     plain_loss, plain_norm, others = expected[0]
-    assert first[0].shape == own[0].shape
     off = [name for name, other in others.items() if not torch.allclose(gradients[name], other, rtol=EXACT, atol=1e-13)]
     wrong = ["loss"] * (abs(loss / plain_loss - 1) > EXACT) + ["norm"] * (abs(norm / plain_norm - 1) > EXACT)
     return ", ".join([*wrong, *off])
@@ -251,10 +251,10 @@ def guarded(trap: str) -> str:
     ("trap", "says"),
     [
         ("", "^$"),
-        ("a norm that counts whole parameters on every rank", "^norm$"),
-        ("gradients of whole parameters that nothing summed", r"norm, places, norms\.0\.weight"),
-        ("batches that differ in a group", "ranks 0 and 1 were given different batches"),
-        ("batches that differ in a group, unseen", "loss, norm"),
+        ("a norm that counts whole parameters on every rank", "^norm, "),
+        ("gradients of whole parameters that nothing summed", "^norm, "),
+        ("batches that differ in a group", "replicas of the first stage were given different batches"),
+        ("batches that differ in a group, unseen", "^loss, norm, "),
     ],
 )
 def test_without_its_guard_a_step_is_wrong(trap: str, says: str, pair: Workers) -> None:

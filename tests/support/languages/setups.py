@@ -209,6 +209,7 @@ def _with_replicas(setup: Setup, draw: random.Random) -> Setup:
     if max(own) == 1:
         return setup
     may_turn = setup.micros >= max(own) and setup.per_rank == 1 and setup.schedule != SEARCHED
+    may_turn &= setup.shards == 1 or setup.by_options  # a plan by hand is not even valid
     coupled = setup.model in COUPLED + REAL_COUPLED
     may_turn &= not coupled or draw.random() < 0.2  # refused where a norm is on such a stage
     if setup.by_options:

@@ -9,6 +9,7 @@ from types import MappingProxyType
 import torch
 
 from autopart.ir.actions import COMPUTE
+from autopart.ir.program import inside
 from autopart.ir.timeline import Span
 from autopart.runtime.activity import set_activity
 from autopart.runtime.group.world import World
@@ -153,6 +154,6 @@ def _count_alone(world: World, player: Player) -> int:
         return 0
     summing = {player.last_backward[stage] for stage in player.sums if stage in player.last_backward}
     for number, action in enumerate(player.part):
-        if action.is_a.role != COMPUTE or action in summing or player.program.inside(action):
+        if action.is_a.role != COMPUTE or action in summing or inside(player.program, action):
             return number
     return len(player.part)

@@ -144,18 +144,6 @@ class Program:
         groups = self.groups(kind.meets) if kind.role in (COLLECTIVE, UPDATE) else ()
         return next((group for group in groups if action.stage in group), ())
 
-    def inside(self, action: Action) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """Return the groups that make exchanges inside of a compute, each as (purpose, ranks ascending): ranks that
-        compute parts of the same rows, then all ranks of a stage that share batch statistics; else ()."""
-        if ACTIONS[action.kind].role != COMPUTE:
-            return ()
-        ranks, shards = self.stage_ranks[action.stage], self.division(action.stage).shards
-        firsts = range(0, len(ranks) if shards > 1 else 0, shards)
-        found = [("shards", tuple(sorted(ranks[first : first + shards]))) for first in firsts]
-        if action.stage in self.statistics and len(ranks) > 1:
-            found.append(("statistics", tuple(sorted(ranks))))
-        return tuple(found)
-
     def members(self, action: Action) -> tuple[int, ...]:
         """Return the ranks that take part in a collective, else ()."""
         if ACTIONS[action.kind].meets == ALL:
@@ -310,6 +298,16 @@ class Streaming:
         """Return the tick after which nothing is in flight, when `micros` micro-batches have entered."""
         whole = [(micros - 1) // every * every + every for every in self.updates]
         return max(end - 1 + lag for end, lag in zip(whole, self.lags, strict=True))
+
+
+def inside(program: Program, action: Action) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Return the groups that make exchanges inside of a compute, each as (purpose, ranks ascending): ranks that compute
+    parts of the same rows, then all ranks of a stage that share batch statistics; else ()."""
+    if ACTIONS[action.kind].role != COMPUTE:
+        return ()
+    ranks = program.stage_ranks[action.stage]
+    shared = (("statistics", tuple(sorted(ranks))),) if action.stage in program.statistics and len(ranks) > 1 else ()
+    return (*(("shards", group) for group in program.division(action.stage).groups(ranks)), *shared)
 
 
 def linked_stages(tied: Sequence[tuple[str, tuple[int, ...]]]) -> tuple[tuple[int, ...], ...]:

@@ -5,7 +5,7 @@ that is issued behind it until its message arrives.  So every rank posts each me
 where the message stands in the order that all ranks share.  Of all messages that have not passed, the first then has
 both ends at the front: it passes, however little is buffered and however many queues there are.
 
-What ranks exchange inside of a compute (`Program.inside`) stands in the proof as one collective for each of their
+What ranks exchange inside of a compute (`ir.program.inside`) stands in the proof as one collective for each of their
 groups, in the communicator of that group.  One is enough.  The members run the same code, and post nothing else between
 its first and its last exchange; so a compute puts k collectives side by side into the queues of all members, and into
 no other queue.  Where the one passes, all members stand at it, and the k pass before any of them goes on; where k is 0
@@ -21,7 +21,7 @@ from itertools import groupby
 
 from autopart.ir.actions import ALL, COLLECTIVE, COMPUTE, RECEIVE, REPLICAS, SEND, TIED, UPDATE, Action
 from autopart.ir.errors import ProgramError
-from autopart.ir.program import Exchange, Program
+from autopart.ir.program import Exchange, Program, inside
 from autopart.ir.shares import copies_of, division
 from autopart.passes.program.nccl_rules import RECEIVED, SENT, Collective, Comm, Item, MessageEnd, Post, Wait, play
 
@@ -143,7 +143,7 @@ def _collectives(program: Program, action: Action) -> list[tuple[_Comm, str]]:
     """
     kind, label = action.is_a, str(action)
     if kind.role == COMPUTE:
-        return [((purpose, *ranks), label) for purpose, ranks in program.inside(action)]
+        return [((purpose, *ranks), label) for purpose, ranks in inside(program, action)]
     if kind.meets == ALL:
         return [(HOST, label)]
     if kind.meets == TIED:

@@ -21,6 +21,7 @@ import autopart
 from autopart.files.plans import plan_from_json, plan_to_json
 from autopart.ir.actions import COMPUTE, SEND
 from autopart.ir.errors import BatchError
+from autopart.ir.program import inside
 from autopart.passes.program.messages import check_messages
 from autopart.passes.program.routing import route
 from autopart.passes.program.verify import check_program
@@ -357,7 +358,7 @@ def test_members_of_a_group_run_the_same_computes_in_one_order(schedule: str) ->
             [action for action in program.part(rank) if action.is_a.role == COMPUTE] for rank in stage.ranks
         )
         assert first == second and first
-        assert all(program.inside(action) == (("shards", stage.ranks),) for action in first)
+        assert all(inside(program, action) == (("shards", stage.ranks),) for action in first)
     moved = [each for action in program.order if action.is_a.role == SEND for each in program.transfers(action)]
     assert moved and all((each.src_rank - each.dst_rank) % 2 == 0 for each in moved)
 

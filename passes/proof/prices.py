@@ -35,7 +35,7 @@ from autopart.ir.graph import Size
 from autopart.passes.graph.cuts import Floats
 from autopart.passes.ops.cost_model import FIELDS
 from autopart.passes.ops.weight_parts import summed_bytes
-from autopart.passes.search.space import SearchSpace, is_chain
+from autopart.passes.search.space import SearchSpace, block_costs, is_chain
 from autopart.passes.simulation.charges import optimizer_ns
 
 MOST_CELLS = 100_000
@@ -74,14 +74,8 @@ class Priced:
     @cached_property
     def _times(self) -> tuple[Floats, Floats, Floats]:
         """Forward, backward, and what of it makes gradients of weights, by type and block."""
-        kinds = range(len(self.space.costs.device_types))
-        costs = [self.space.chain.range_costs(Size(max(self.micro_rows)), kind).blocks for kind in kinds]
-        later = FIELDS.index("weight_ns")
-        return (
-            np.array([taken[0] for taken in costs], float),
-            np.array([taken[1] for taken in costs], float),
-            np.array([taken[later] for taken in costs], float),
-        )
+        costs = block_costs(self.space, max(self.micro_rows)).astype(np.float64)
+        return costs[:, 0], costs[:, 1], costs[:, FIELDS.index("weight_ns")]
 
     @cached_property
     def _saved(self) -> Floats:

@@ -20,6 +20,8 @@ SMALL = {
     "planning.plan_change": "--layers 1 --rounds 1",
     "planning.plan_speed": "--only gpt2-xl",
     "planning.prediction": "--models lstm --rounds 5",
+    "planning.promises": "--part names --seeds 0 2",
+    "planning.ranks": "--only 1024",
     "planning.splits": "--models lstm --rounds 2",
     "planning.start": "--layers 1",
     "papers.terapipe": "",

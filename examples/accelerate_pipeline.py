@@ -1,10 +1,10 @@
 """Fine-tune the BERT of fine_tune_plain.py with a loop for Hugging Face Accelerate, over processes.
 
-    torchrun --standalone --nproc-per-node 2 --max-restarts 3 --local-ranks-filter 0 \
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc-per-node 2 --max-restarts 3 \
         examples/accelerate_pipeline.py --checkpoint runs/accelerated --out bert
 
 accelerate_plain.py is this script in one process; `diff` shows what changes.  When a rank dies, all are started again
-and go on from the last epoch.
+and go on from the last epoch; the variable lets Accelerate connect again.
 """
 
 from __future__ import annotations

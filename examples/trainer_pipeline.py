@@ -1,9 +1,10 @@
 """Train a small Llama to continue lines of the standard library, with transformers' Trainer, over processes.
 
-    torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/trainer_pipeline.py --out runs/pipeline
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc-per-node 2 --max-restarts 3 \
+        examples/trainer_pipeline.py --out runs/pipeline
 
 trainer_plain.py is this script in one process; `diff` shows what changes.  When a rank dies, all are started again and
-go on from the last checkpoint.
+go on from the last checkpoint; the variable lets Accelerate, which the Trainer uses, connect again.
 """
 
 from __future__ import annotations

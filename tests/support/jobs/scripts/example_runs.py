@@ -80,6 +80,8 @@ def command_run(name: str, kind: str, folder: Path, kill: Kill | None = None) ->
     }  # fmt: skip
     for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         env.pop(variable, None)
+    if name in ("trainer", "accelerate"):
+        env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if kill is not None:
         env |= {"KILLED_RANK": str(kill.rank), "KILLED_STEP": str(kill.call)}
         env |= {"KILLED_LAUNCHER": "1"} if kill.launcher else {}
@@ -100,9 +102,18 @@ def losses_of(printed: str) -> dict[int, list[float]]:
 
 
 def logged(folder: Path) -> list[dict[str, float]]:
-    """Return what a Trainer kept of its steps and evaluations, without what is measured in seconds."""
+    """Return what a Trainer kept of its steps and evaluations, without what is measured in seconds, and without the
+    last line, which has the mean loss since the last start."""
     lines = json.loads((folder / "out/history.json").read_text())
+    assert "train_loss" in lines.pop()
     return [{k: v for k, v in line.items() if "runtime" not in k and "per_second" not in k} for line in lines]
+
+
+def step_losses(name: str, folder: Path, printed: str) -> list[float]:
+    """Return the loss of each step of a run that was not interrupted, with all digits that there are."""
+    if name == "trainer":
+        return [line["loss"] for line in logged(folder) if "loss" in line]
+    return [loss for losses in losses_of(printed).values() for loss in losses]
 
 
 def result(name: str, folder: Path) -> dict[str, torch.Tensor]:

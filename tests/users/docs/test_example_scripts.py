@@ -33,8 +33,10 @@ from support.jobs.scripts.example_runs import (
     command_run,
     logged,
     losses_of,
+    plan_of,
     result,
     step_losses,
+    unbroken_run,
 )
 from support.workers import Workers
 
@@ -169,7 +171,7 @@ def test_a_run_that_is_killed_goes_on_to_the_last_digit(tmp_path: Path, name: st
     launcher's restart or by the same command given again, has every digit of a run that was not killed."""
     pair, draw = PAIRS[name], random.Random()
     plain = command_run(name, "plain", tmp_path / "plain")
-    whole = command_run(name, "pipeline", tmp_path / "whole")
+    whole = unbroken_run(name, tmp_path / "whole")
     assert plain.returncode == whole.returncode == 0, f"{plain.stderr}\n{whole.stdout}\n{whole.stderr}"
     expected, unbroken = losses_of(plain.stdout), losses_of(whole.stdout)
     assert list(unbroken) == list(expected) == [*range(1, len(expected) + 1)] and len(expected) >= 8
@@ -186,6 +188,7 @@ def test_a_run_that_is_killed_goes_on_to_the_last_digit(tmp_path: Path, name: st
         done = command_run(name, "pipeline", tmp_path / "again")
         printed += done.stdout
     assert done.returncode == 0, f"{said}\n{printed}\n{done.stderr}"
+    assert plan_of(tmp_path / "again")["decision"] == plan_of(tmp_path / "whole")["decision"], said
     found = losses_of(printed)
     resumed = (step - 1) // pair.every * pair.every + 1
     assert found == {n: losses * (1 + (resumed <= n < step)) for n, losses in unbroken.items()}, said

@@ -93,8 +93,8 @@ def command_run(name: str, kind: str, folder: Path, kill: Kill | None = None) ->
 
 
 def unbroken_run(name: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a pipeline to its end; again, from nothing, where its plan says that measurements disagree: such costs are not
-    kept, so the next start might have another plan."""
+    """Run a pipeline to its end; again, from nothing, where its plan says that measurements disagree: such costs are
+    not kept, so the next start might have another plan."""
     for _ in range(4):
         shutil.rmtree(folder, ignore_errors=True)
         done = command_run(name, "pipeline", folder)

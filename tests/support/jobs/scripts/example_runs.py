@@ -52,7 +52,7 @@ PAIRS = {
     "accelerate": Pair(12, _BERT, 1, 3, every=4),
     "fabric": Pair(12, _GPT, 4, 8, every=2, calls=2),
     "fine_tune": Pair(12, _BERT, 1, 3, every=4),
-    "preempted": Pair(13, "--samples 44 --rows 8 --depth 2 --width 8 --every 4 --epochs", 2, 3, every=4),
+    "preempted": Pair(12, "--samples 44 --rows 8 --depth 2 --width 8 --every 4 --epochs", 2, 3, every=4),
 }
 
 

@@ -1,6 +1,6 @@
 """On CUDA devices, loss and gradients equal those of one process, over NCCL and, on one device, over Gloo.
 
-`python benchmarks/gpu_tests.py` runs these tests and writes the results with the device's name to a file.
+`python -m benchmarks.gpu.gpu_tests` runs these tests and writes the results with the device's name to a file.
 """
 
 from __future__ import annotations

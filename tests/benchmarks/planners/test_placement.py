@@ -7,8 +7,11 @@ from itertools import pairwise, product
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planners.exact_placement import Limits, place
-from planners.placement import (
+
+from autopart.ir.errors import InfeasibleError, UsageError
+from autopart.ir.plan import Optimality
+from benchmarks.papers.planners.exact_placement import Limits, place
+from benchmarks.papers.planners.placement import (
     NEVER,
     Machine,
     Message,
@@ -19,9 +22,6 @@ from planners.placement import (
     place_in_order,
     topological_orders,
 )
-
-from autopart.ir.errors import InfeasibleError, UsageError
-from autopart.ir.plan import Optimality
 
 FAST = Limits(seconds=20)
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planners.terapipe import cut_batch
 
 from autopart.ir.errors import UsageError
 from autopart.passes.tokens.lengths import NEVER, Ints
+from benchmarks.papers.planners.terapipe import cut_batch
 
 
 def drawn(seed: int, cells: int, most: int) -> Ints:

@@ -160,7 +160,7 @@ def errors(captured: Captured, inputs: Tensors, assignment: Assignment, group: G
     for failure in sorted(failures, key=lambda each: isinstance(each, threading.BrokenBarrierError)):
         raise failure
     loss, gradients = _run(code(), {name: _copy(t, t) for name, t in captured.tensors.items()}, inputs)
-    scale = max((g.norm().item() for g in gradients.values() if g is not None), default=1.0)
+    scale = max((g.norm().item() for g in gradients.values() if g is not None), default=0.0) or 1.0
     worst = max(abs((own - loss) / loss).item() for own, _ in found)
     for name, gradient in gradients.items():
         whole = torch.zeros_like(captured.tensors[name]) if gradient is None else gradient

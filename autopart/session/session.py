@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, Self
 
 import torch
@@ -201,12 +201,12 @@ class Session:
     def _telling(self, options: Options) -> Iterator[Callable[[Size], None]]:
         """Yield what tells the other ranks a size at which the plan is likely to run (`_capture_early`)."""
         told: set[Size | None] = set()
+        precision = cache(lambda: precision_of(options, read_plan(options)))  # a plan file is read once
 
         def tell(size: Size | None) -> None:
             if size not in told:
                 told.add(size)
-                precision = precision_of(options, read_plan(options)) if size is not None else None
-                self.world.broadcast_object((size, precision))
+                self.world.broadcast_object((size, precision() if size is not None else None))
 
         try:
             yield tell

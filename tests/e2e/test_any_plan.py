@@ -24,9 +24,15 @@ PAIRED, FOUR = (10, 23, 29, 36, 44, 45, 46), (12, 29, 33, 35)
 TOGETHER_PAIRED, TOGETHER_FOUR = (10, 38), (20, 35, 38)
 """The same, of setups in which ranks compute together."""
 EXAMPLES = {
-    "a real model": Setup("vit", (8, 7), counts=(1, 1), schedule="1f1b", micros=4, by_options=True, evaluated=True),
     "four slices of grouped attention": Setup(
-        "decoder", (4, 3), counts=(1, 1), schedule="1f1b", micros=2, slices=(7, 5, 3, 1), by_options=True
+        "decoder",
+        (4, 3),
+        counts=(1, 1),
+        schedule="1f1b",
+        micros=2,
+        slices=(7, 5, 3, 1),
+        by_options=True,
+        evaluated=True,
     ),
     "batch norms over all rows of replicas, in several steps": Setup(
         "batch_norm", (9, 8, 8), counts=(2,), schedule="1f1b", micros=2, synced=True, by_options=True

@@ -62,7 +62,7 @@ def test_models_are_exact_under_any_legal_assignment(name: str) -> None:
 
 
 @given(steps(), st.integers(0, 1 << 16))
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, suppress_health_check=list(HealthCheck))
 def test_random_programs_are_exact_under_any_legal_assignment(program: tuple, seed: int) -> None:
     given = batch_of(4)
     batch = {name: t.double() if t.is_floating_point() else t for name, t in given.items() if t is not None}

@@ -93,6 +93,21 @@ def test_files_and_functions_are_short():
                 assert length <= FUNCTION_LINES, f"{path}: {node.name} has {length} lines"
 
 
+ADAPTERS = (
+    "integrations/fabric*.py", "extras/export/*.py", "extras/metrics/sinks/*.py", "extras/checkpoints/convert.py",
+    "extras/checkpoints/*_dcp.py",
+)  # fmt: skip
+"""What speaks to one other library or format."""
+
+
+def test_an_adapter_has_a_file_of_its_own_that_is_read_at_once():
+    for pattern in ADAPTERS:
+        found = [*(ROOT / "autopart").glob(pattern)]
+        assert found, pattern
+        for path in found:
+            assert len(path.read_text().splitlines()) <= 150, path
+
+
 METHODS, DEPTH = 20, 2
 LARGE = {
     "PipelineMixin", "_Writer",

@@ -14,7 +14,7 @@ from autopart.passes.graph.atoms import atoms
 from autopart.passes.graph.chain import BlockChain
 from autopart.passes.graph.coarsen import nested
 from autopart.passes.graph.cuts import check_own_ops, forced_bounds
-from autopart.passes.ops.cost_model import CostModel
+from autopart.passes.ops.cost_model import OpCosts
 from autopart.passes.proof.certificate import certified, settles
 from autopart.passes.proof.lower_bound import lower_bound, slices_bound
 from autopart.passes.search.diagnostics import check_times, infeasible_error
@@ -23,7 +23,7 @@ from autopart.passes.search.finalize import Finalized, finalize
 from autopart.passes.search.layout import SMALL
 from autopart.passes.search.proposals import proposals_of
 from autopart.passes.search.requests import check_request, check_stages
-from autopart.passes.search.search import evaluate_all, evaluate_promising
+from autopart.passes.search.search import evaluate_all, evaluate_promising, falls_behind
 from autopart.passes.search.space import PlanRequest, SearchSpace, Watch, blocks_of
 from autopart.passes.search.variants import variants
 from autopart.passes.simulation.slices import slice_shares
@@ -49,10 +49,18 @@ class PlannerInput:
     """
 
     graph: Graph
-    cost_model: CostModel
+    cost_model: OpCosts
     torch_version: str
     costs: str = "analytic"
     group_ns: int = 0
+
+
+class Beaten(InfeasibleError):
+    """No plan takes less than `least_ns`, a proven bound, and another request has a faster one (`rival_ns`)."""
+
+    def __init__(self, least_ns: int) -> None:
+        super().__init__(f"no plan of this request takes less than {least_ns / 1e6:.1f} ms, and another one does")
+        self.least_ns = least_ns
 
 
 def build(source: PlannerInput, cluster: Cluster, request: PlanRequest, watch: Watch | None = None) -> Plan:
@@ -74,6 +82,8 @@ def build(source: PlannerInput, cluster: Cluster, request: PlanRequest, watch: W
     estimator = _estimator(source, cluster, request)
     spaces = _spaces(source, fine, estimator, request)
     check_stages(request, spaces[1].chain.n)
+    if request.rival_ns and (least_ns := _least_ns(spaces, orders=request.orders)) >= request.rival_ns:
+        raise Beaten(least_ns)
 
     def again(other: PlanRequest, machines: Cluster) -> Evaluation | None:
         """Plan under another request, for advice."""
@@ -135,6 +145,8 @@ def search(spaces: Spaces, watch: Watch | None = None) -> Search:
         # Chains to partitions by dynamic programs, and the promising ones to simulated steps.
         found.proposals = proposals_of(found)
         evaluate_promising(found)
+        if falls_behind(found):
+            return found
         if not found.fitting:  # none of the good ones fits: others may
             found.proposals = proposals_of(found, worth=math.inf) or proposals_of(found, ignore_memory=True)
             evaluate_promising(found)
@@ -151,9 +163,9 @@ def _with_bounds(final: Finalized, spaces: Spaces, watch: Watch | None, *, order
 
     orders: whether plans with split backwards or several stages a rank were allowed.
     """
-    (coarse, fine), outlook = spaces, final.outlook
+    coarse, outlook = spaces[0], final.outlook
     request, cluster = coarse.request, coarse.costs.cluster
-    bound_ns = lower_bound(coarse if cluster.world <= SMALL else fine, orders=orders)
+    bound_ns = _least_ns(spaces, orders=orders)
     if watch:
         watch("bound", outlook.step_ns, bound_ns)
     if request.token_slices:  # slices of attention leave out masked scores, and so take less than whole sequences
@@ -167,6 +179,11 @@ def _with_bounds(final: Finalized, spaces: Spaces, watch: Watch | None, *, order
             bound_ns = max(bound_ns, certificate.bound_ns)
     # A plan chosen for its fewer stages must not claim a bound above the faster plan that was found.
     return outlook.with_bound(min(bound_ns, final.fastest_ns))
+
+
+def _least_ns(spaces: Spaces, *, orders: bool) -> int:
+    coarse, fine = spaces
+    return lower_bound(coarse if coarse.costs.cluster.world <= SMALL else fine, orders=orders)
 
 
 def _estimator(source: PlannerInput, cluster: Cluster, request: PlanRequest) -> Estimator:

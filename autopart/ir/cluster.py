@@ -63,6 +63,7 @@ class DeviceKind:
     compute_ns: int
     group_ns: int
     state_passes: float
+    units: int
     transport: str
     device_type: str
     own: tuple[int, int, int] | None
@@ -90,6 +91,7 @@ DEVICE_KINDS: Mapping[str, DeviceKind] = {
         compute_ns=300_000,
         group_ns=200_000,  # measured around groups of one small op
         state_passes=8.5,  # torch's optimizers run op by op: 20 passes for AdamW, 11 for SGD with momentum and decay
+        units=0,
         transport="gloo",
         device_type="cpu",
         own=None,
@@ -111,6 +113,7 @@ DEVICE_KINDS: Mapping[str, DeviceKind] = {
         compute_ns=30_000,
         group_ns=0,  # the host runs ahead
         state_passes=2.0,  # a step is one kernel, which reads and writes each once
+        units=108,  # multiprocessors of A100; 132 of H100
         transport="nccl",
         device_type="cuda",
         own=(80 * 2**30, 10**14, 2 * 10**12),  # bf16 at what models reach

@@ -1,9 +1,9 @@
-"""Equal blocks in a row, of which the rule of tensor parallelism looks at a few: what it finds there holds for the others.
+"""Equal blocks in a row: the rule of tensor parallelism looks at a few of them, and what it finds holds for the others.
 
 A block is a range of ops that is repeated.  Ops at one place of two blocks in a row have one class (`op_classes`) and
 are held alike, and read either the same value, or what lies one block further for the later one.  The longest row is
-shortened to `KEPT` blocks and a part of one, then the next one, until there is none.  Ops behind it read what lies as
-far before them.  What holds for an op depends on the op alone, so what is copied is exact.  It is also what the rule would
+shortened to `KEPT` blocks and a part of one, then the next one, until there is none.
+What holds for an op depends on the op alone, so what is copied is exact.  It is also what the rule would
 find if the block behind those that were left out runs like the one before them (`LeftOut.again`): else, as where layers
 are cut along outputs and inputs by turns, all ops have to be looked at.
 """
@@ -60,11 +60,13 @@ def counted(graph: Graph, left_out: Sequence[LeftOut]) -> Counter[str]:
 
 
 def _shorter(graph: Graph, held: Mapping[str, State]) -> tuple[Graph, LeftOut] | None:
-    """Return the graph with its longest row shortened; None without one, or where anything else reads of its middle."""
+    """Return the graph with its longest row shortened; None without one, or where anything else reads of it before
+    its last block."""
     references = _References(graph)
     amounts = [tuple([held.get(name) for name in op.params]) for op in graph.ops] if held else [None] * len(graph.ops)
     classes = op_classes(graph, graph, [()] * len(graph.ops), amounts)
-    start, block, blocks = references.longest_row(np.array(classes, dtype=np.int64))
+    start, end, block = references.longest_row(np.array(classes, dtype=np.int64))
+    blocks = (end - start) // block - KEPT if block else 0
     if blocks < 1:
         return None
     first = start + (KEPT - 1) * block
@@ -75,10 +77,16 @@ def _shorter(graph: Graph, held: Mapping[str, State]) -> tuple[Graph, LeftOut] |
     closer = {
         name: other
         for n in range(max(first, behind - (KEPT - 1) * block), behind)
-        for name, other in zip(references.begins(n, ops[n]), references.begins(n, ops[n - behind + first]), strict=False)
+        for name, other in zip(
+            references.begins(n, ops[n]), references.begins(n, ops[n - behind + first]), strict=False
+        )
     }
-    if not gone.isdisjoint(graph.outputs) or any(
-        name in gone and name not in closer for op in ops[behind:] for name in (*op.reads, *op.params)
+    inner = {name for n in range(start, behind) for name in references.begins(n, ops[n])}
+    if (
+        any(references.reads_before(n, block, start) for n in range(first - block, first))
+        or not inner.isdisjoint(graph.outputs)
+        or any(not inner.isdisjoint((*op.reads, *op.params)) for op in ops[end:])
+        or any(name in gone and name not in closer for op in ops[behind:end] for name in (*op.reads, *op.params))
     ):
         return None
     shorter = replace(
@@ -117,9 +125,17 @@ class _References:
         """Return what an op writes, and the parameters that it uses first."""
         return [*op.writes, *[name for name in op.params if (self._begin[name] - self._params) // _SLOTS == place]]
 
+    def reads_before(self, place: int, block: int, start: int) -> bool:
+        """Return whether an op reads what lies before this place, and the same op of the next block something else."""
+        behind = self._params
+        pairs = zip(self._read[place + block], self._read[place], strict=True)
+        return any(
+            one != other and (other - behind if other >= behind else other) < start * _SLOTS for one, other in pairs
+        )
+
     def longest_row(self, classes: np.ndarray) -> tuple[int, int, int]:
-        """Return the place of the first op of a row of equal blocks, ops of a block, and blocks that may be left out, for
-        the row of which most ops may be.  classes: of ops.  O(reads)."""
+        """Return the place of the first op of a row of equal blocks, the place behind it, and the ops of a block: of the
+        row of which most may be left out.  classes: of ops.  O(reads)."""
         last: dict[int, int] = {}
         gaps: Counter[int] = Counter()
         for n, number in enumerate(classes.tolist()):
@@ -133,7 +149,7 @@ class _References:
                 run = run + 1 if alike and self._alike(n, block) else 0
                 blocks = run // block + 1 - KEPT
                 if blocks * block > most:
-                    best, most = (n - run + 1 - block, block, blocks), blocks * block
+                    best, most = (n - run + 1 - block, n + 1, block), blocks * block
         return best
 
     def _alike(self, place: int, block: int) -> bool:

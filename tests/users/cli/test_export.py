@@ -127,10 +127,11 @@ def test_ranks_that_compute_together_are_no_replicas():
 
 
 def test_an_experts_plan_becomes_the_options_that_give_it_back():
-    asked = hand_options("layout=Et*3|t*5L,tp=4,dp=2,mbs=2,recompute=full", Layers(), 16)
+    asked = hand_options("layout=Et*3|t*5L,dp=2,mbs=2,recompute=full", Layers(), 16)
     plan, graph = planned(**asked)
     assert '"Et*3|t*5L"' in exported(plan, graph, "megatron") and plan.decision.copies == 2
     assert plan.micro_rows == (4, 4, 4, 4)
+    assert hand_options("pp=2,tp=4", Layers(), 16)["tensor_parallel"] == 4
     for wrong in ("layout=Et*3|t*4L", "tp=0", "mbs=5", "pp=0", "speed=9", "layout=Et*8|L"):
         with pytest.raises(UsageError):
             hand_options(wrong, Layers(), 16)

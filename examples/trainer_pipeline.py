@@ -1,8 +1,10 @@
 """Train a small Llama to continue lines of the standard library, with transformers' Trainer, over processes.
 
-    torchrun --standalone --nproc-per-node 2 examples/trainer_pipeline.py --out runs/pipeline
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc-per-node 2 --max-restarts 3 \
+        examples/trainer_pipeline.py --out runs/pipeline
 
-trainer_plain.py is this script in one process; `diff` shows what changes.
+trainer_plain.py is this script in one process; `diff` shows what changes.  When a rank dies, all are started again and
+go on from the last checkpoint; the variable lets Accelerate, which the Trainer uses, connect again.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 import transformers
 from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
 
 from autopart.integrations.trainer import PipelineMixin
 
@@ -68,7 +71,8 @@ def train(args: argparse.Namespace) -> None:
         eval_dataset=data[: args.lines // 8],
         pipeline={"stages": 2},
     )
-    trainer.train(resume_from_checkpoint=args.resume)
+    last = get_last_checkpoint(args.out) if args.out.is_dir() else None
+    trainer.train(resume_from_checkpoint=last)
     trainer.save_model(str(args.out / "end"))
     if trainer.is_world_process_zero():
         (args.out / "history.json").write_text(json.dumps(trainer.state.log_history))
@@ -77,7 +81,6 @@ def train(args: argparse.Namespace) -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a Llama on lines of the standard library.")
     parser.add_argument("--out", type=Path, required=True, help="folder of checkpoints and of the trained model")
-    parser.add_argument("--resume", help="checkpoint to go on from")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--lines", type=int, default=400)
     parser.add_argument("--rows", type=int, default=8, help="rows of a batch; two batches make an update")

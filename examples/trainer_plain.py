@@ -2,7 +2,8 @@
 
     python examples/trainer_plain.py --out runs/plain
 
-trainer_pipeline.py is this script over several processes.
+Started again, it goes on from its last checkpoint.  trainer_pipeline.py is this script over several processes; `diff`
+shows what changes.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 import transformers
 from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
 
 FIRST = 1  # id of byte 0; 0 is padding
 
@@ -61,7 +63,8 @@ def train(args: argparse.Namespace) -> None:
         train_dataset=data[args.lines // 8 :],
         eval_dataset=data[: args.lines // 8],
     )
-    trainer.train(resume_from_checkpoint=args.resume)
+    last = get_last_checkpoint(args.out) if args.out.is_dir() else None
+    trainer.train(resume_from_checkpoint=last)
     trainer.save_model(str(args.out / "end"))
     if trainer.is_world_process_zero():
         (args.out / "history.json").write_text(json.dumps(trainer.state.log_history))
@@ -70,7 +73,6 @@ def train(args: argparse.Namespace) -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a Llama on lines of the standard library.")
     parser.add_argument("--out", type=Path, required=True, help="folder of checkpoints and of the trained model")
-    parser.add_argument("--resume", help="checkpoint to go on from")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--lines", type=int, default=400)
     parser.add_argument("--rows", type=int, default=8, help="rows of a batch; two batches make an update")

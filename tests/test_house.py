@@ -41,8 +41,9 @@ AT_THE_TOP = 8
 
 def test_a_folder_has_few_entries_and_a_docstring():
     hidden = {"__pycache__", "__init__.py", "py.typed", "conftest.py"}
-    tests = ROOT / "tests"
-    for folder in {tests, *(path for path in tests.glob("**/*/") if path.name not in hidden)}:
+    folders = {*(ROOT / "tests").glob("**/"), *(ROOT / "benchmarks").glob("**/")}
+    folders.remove(ROOT / "benchmarks/results")  # a file for each benchmark
+    for folder in (path for path in folders if path.name not in hidden):
         shown = [entry.name for entry in folder.iterdir() if entry.name not in hidden]
         assert len(shown) <= ENTRIES, f"{folder}: {sorted(shown)}"
     for folder in {path.parent for path in CODE}:
@@ -90,6 +91,21 @@ def test_files_and_functions_are_short():
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 length = (node.end_lineno or 0) - node.lineno + 1
                 assert length <= FUNCTION_LINES, f"{path}: {node.name} has {length} lines"
+
+
+ADAPTERS = (
+    "integrations/fabric*.py", "extras/export/*.py", "extras/metrics/sinks/*.py", "extras/checkpoints/convert.py",
+    "extras/checkpoints/*_dcp.py",
+)  # fmt: skip
+"""What speaks to one other library or format."""
+
+
+def test_an_adapter_has_a_file_of_its_own_that_is_read_at_once():
+    for pattern in ADAPTERS:
+        found = [*(ROOT / "autopart").glob(pattern)]
+        assert found, pattern
+        for path in found:
+            assert len(path.read_text().splitlines()) <= 150, path
 
 
 METHODS, DEPTH = 20, 2

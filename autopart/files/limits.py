@@ -24,7 +24,7 @@ MAX_DIGITS = 19
 """Digits of a whole number; parsing time grows with their square."""
 MAX_INTEGER = 2**63 - 1
 """Largest number: 290 years in nanoseconds, 8 EiB."""
-MAX_RANKS = 1 << 16
+MAX_RANKS = 1 << 17
 """Devices of a cluster, and ranks of a plan."""
 MAX_ROWS = 2**31 - 1
 """Rows of a micro-batch; bytes of its values stay within 64 bits."""

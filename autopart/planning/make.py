@@ -41,7 +41,8 @@ from autopart.passes.simulation.stage_costs import device_types
 from autopart.planning.derive.family import ProgramFamily, another_size, capture_family
 from autopart.planning.derive.reduction import WHOLE, BatchRule, loss_reduction, rule_of
 from autopart.planning.derive.token_axis import AskedSlices, asked_slices
-from autopart.planning.notes import hint_at_slices, moving, notes_on
+from autopart.planning.idle import with_slices_tried
+from autopart.planning.notes import moving, notes_on
 from autopart.planning.restrictions import (
     PlanningTask,
     Tell,
@@ -151,9 +152,13 @@ def _searched(
     failures: list[RefusedError | InfeasibleError] = []
     for attempt in weaker(task, failures):
         try:
-            return _settled(attempt, costs, _built(attempt, costs), reduction)
+            built = _built(attempt, costs)
+            found = _settled(attempt, costs, built, reduction)
         except (RefusedError, InfeasibleError) as failure:
             failures.append(failure)
+            continue
+        plan = with_slices_tried(found.plan, built, attempt, captures, partial(_built, costs=costs))
+        return replace(found, plan=plan)
     raise failures[-1]
 
 
@@ -189,7 +194,7 @@ def _built(task: PlanningTask, costs: CostedGraph) -> Plan:
     precision = precision_of(task.options, None)
     if is_stand_in(precision, task.cluster.devices[0].device_type):
         notes = (*notes, "this torch has no CUDA: its casts are those of CPUs; to run it, plan again on the cluster")
-    notes = (*costs.notes, *notes, *hint_at_slices(task.options, task.family.batch, plan))
+    notes = (*costs.notes, *notes)
     return replace(plan, provenance=replace(plan.provenance, precision=precision)).with_notes(*notes)
 
 

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from autopart.batch.batch import Batch
 from autopart.costs.optimizer_state import narrowest_bytes
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan
 from autopart.options import Options
 from autopart.planning.derive.reduction import coupling_ops
-from autopart.planning.derive.token_axis import sequence_length
-
-IDLE = 0.15
-"""Bubble from which slices of sequences are suggested."""
-LONG = 64
-"""Tokens of a sequence from which slices are suggested."""
 
 
 def notes_on(options: Options, plan: Plan, graph: Graph) -> tuple[str, ...]:
@@ -61,16 +54,4 @@ def moving(plan: Plan, graph: Graph, steady: frozenset[str]) -> tuple[str, ...]:
     return (
         f"buffer {found[0]}{more}: each micro-batch updates what the one before it left, {len(plan.micro_rows)} times "
         "a step; micro_batches=1 updates it once, from the whole batch",
-    )
-
-
-def hint_at_slices(options: Options, batch: Batch, plan: Plan) -> tuple[str, ...]:
-    """Return a note if slices of sequences may help; they are tried only on request, as that takes another capture."""
-    if options.token_slices is not None or plan.outlook.bubble < IDLE or len(plan.stages) < 2:
-        return ()
-    tokens = sequence_length(batch)
-    if tokens is None or tokens < LONG:
-        return ()
-    return (
-        f'devices idle for {plan.outlook.bubble:.0%} of the step: token_slices="auto" tries slices of the sequences',
     )

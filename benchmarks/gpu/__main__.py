@@ -3,9 +3,9 @@
 import sys
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).resolve().parents[1])  # benchmarks import each other by name
+sys.path[0] = str(Path(__file__).resolve().parents[2])  # torchrun starts this folder
 
-from gpu.suite import main  # noqa: E402
+from benchmarks.gpu.suite import main  # noqa: E402
 
 if __name__ == "__main__":
     main()

@@ -5,15 +5,14 @@ Products are those of Llama's 8B and 405B layers at 1, 1/2, 1/4 and 1/8 of their
 `share` is their rate relative to the whole width.  Attention is torch's, causal and full.  Sums: the gradient of a
 bf16 weight added to its fp32 sum by a product and an addition, and by one kernel.
 
-    python benchmarks/gpu/assumed.py                a few minutes; writes results/gpu_assumed.json after each row
-    python benchmarks/gpu/assumed.py --dry-run      tiny shapes on the CPU; writes nothing
+    python -m benchmarks.gpu.assumed                a few minutes; writes results/gpu_assumed.json after each row
+    python -m benchmarks.gpu.assumed --dry-run      tiny shapes on the CPU; writes nothing
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,9 +21,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-sys.path[0] = str(Path(__file__).resolve().parents[1])  # benchmarks import each other by name
-
-from common import RESULTS, write  # noqa: E402
+from benchmarks.shared.common import RESULTS, write
 
 Row = dict[str, Any]
 WIDTHS = {
@@ -189,7 +186,7 @@ def main() -> None:
             print(*(f"{key}={value}" for key, value in row.items()), flush=True)
             if not given.dry_run:
                 content = {"device": name, "cuda": torch.version.cuda, "rows": rows}
-                write("gpu_assumed", content, command="python benchmarks/gpu/assumed.py", folder=given.folder)
+                write("gpu_assumed", content, command="python -m benchmarks.gpu.assumed", folder=given.folder)
 
 
 if __name__ == "__main__":

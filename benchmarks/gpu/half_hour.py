@@ -3,9 +3,9 @@
 Each part is a command of its own, which writes its result after every row: a part that fails, hangs or is cut off loses
 nothing of the others, and is named at the end with the last lines of its output.
 
-    python benchmarks/gpu/half_hour.py                    about 28 minutes on one GPU; writes results/gpu_*.json
-    python benchmarks/gpu/half_hour.py --first 3          the parts from the fourth on
-    python benchmarks/gpu/half_hour.py --dry-run          tiny shapes on the CPU, in some minutes; writes to a temporary
+    python -m benchmarks.gpu.half_hour                    about 28 minutes on one GPU; writes results/gpu_*.json
+    python -m benchmarks.gpu.half_hour --first 3          the parts from the fourth on
+    python -m benchmarks.gpu.half_hour --dry-run          tiny shapes on the CPU, in some minutes; writes to a temporary
                                                           folder
 """
 
@@ -21,8 +21,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-GPU = Path(__file__).resolve().parent
-ROOT = GPU.parents[1]
+from benchmarks.shared.common import RESULTS, ROOT
+
 PYTHON = (sys.executable,)
 
 
@@ -44,7 +44,7 @@ class Part:
         """Return the command with the folder of its results."""
         if dry and self.dry:
             return list(self.dry)
-        if "gpu_tests.py" in self.command[1]:
+        if self.command[-1] == TESTS:
             return [*self.command, str(folder)]
         return [*self.command, "--folder", str(folder), *(["--dry-run"] if dry else [])]
 
@@ -52,19 +52,19 @@ class Part:
 def suite(name: str, *options: str, world: int = 1) -> tuple[str, ...]:
     """Return a command of the benchmark of plans that writes results/gpu_NAME.json."""
     start = PYTHON if world == 1 else ranks(world)
-    return (*start, str(GPU), "--name", f"gpu_{name}", *options)
+    return (*start, "benchmarks/gpu", "--name", f"gpu_{name}", *options)
 
 
 ONE = ("--plans", "one device", "ours")
 COMPILED = ("--plans", "one device, compiled", "ours, compiled")
 SMALL = ("--scale", "0.25", "--models", "gpt2-xl", "llama-1b", "bert-large")
-TESTS = ROOT / "tests"
+TESTS = "benchmarks.gpu.gpu_tests"
 PARTS = (
-    Part("what the planner assumes", (*PYTHON, str(GPU / "assumed.py")), 240),
+    Part("what the planner assumes", (*PYTHON, "-m", "benchmarks.gpu.assumed"), 240),
     Part("one device, eager", suite("one", *ONE, "--limit", "120"), 420),
     Part("one device, compiled", suite("one_compiled", *COMPILED, *SMALL, "--limit", "180"), 420),
-    Part("tests on the device", (*PYTHON, str(GPU.parent / "gpu_tests.py")), 300,
-         (*PYTHON, "-m", "pytest", "-q", "-m", "gpu", "-n", "0", str(TESTS), "--collect-only")),
+    Part("tests on the device", (*PYTHON, "-m", TESTS), 300,
+         (*PYTHON, "-m", "pytest", "-q", "-m", "gpu", "-n", "0", "tests", "--collect-only")),
     Part("two ranks on one device",
          suite("two_ranks", *SMALL, "--transport", "gloo", "--limit", "90", "--plans", "ours", "ours, equal layers",
                "torch 1F1B", "DDP", world=2), 300),
@@ -98,7 +98,7 @@ def run(part: Part, folder: Path, *, dry: bool) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--first", type=int, default=0, help="number of parts to leave out at the beginning")
-    parser.add_argument("--folder", type=Path, default=GPU.parent / "results", help="folder of the result files")
+    parser.add_argument("--folder", type=Path, default=RESULTS, help="folder of the result files")
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes on the CPU")
     given = parser.parse_args()
     failures = {}

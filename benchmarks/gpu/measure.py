@@ -15,9 +15,9 @@ from autopart.batch.batch import flatten
 from autopart.capture import CaptureCache
 from autopart.ir.graph import Graph, Size
 from autopart.passes.ops.flops import backward_flops, flops
-from gpu.jobs import Answer, CannotRun, Job, reason
-from gpu.plans import PLANS, Running, device_of, plain_step
-from gpu.workloads import Workload, workload
+from benchmarks.gpu.jobs import Answer, CannotRun, Job, reason
+from benchmarks.gpu.plans import PLANS, Running, device_of, plain_step
+from benchmarks.gpu.workloads import Workload, workload
 
 COMPARED = 3
 """Number of steps whose losses are compared: later losses diverge because training is chaotic."""

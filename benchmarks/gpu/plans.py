@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench_models import training_step
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
-from torch_pipeline import torch_pipeline
 
 import autopart
-from gpu.jobs import CannotRun, Job, default_micros
-from gpu.workloads import Workload
+from benchmarks.gpu.jobs import CannotRun, Job, default_micros
+from benchmarks.gpu.workloads import Workload
+from benchmarks.shared.bench_models import training_step
+from benchmarks.shared.torch_pipeline import torch_pipeline
 
 
 @dataclass(frozen=True)

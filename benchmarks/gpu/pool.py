@@ -23,7 +23,7 @@ from torch.distributed import PrefixStore, Store
 
 from autopart.launcher import launcher_variables
 from autopart.runtime.group.rendezvous import launchers_store
-from gpu.jobs import FOLLOWED, Answer, reason
+from benchmarks.gpu.jobs import FOLLOWED, Answer, reason
 
 Work = Callable[..., Answer]
 POLL_S = 0.05

@@ -7,13 +7,12 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from common import spread
-
 from autopart.files.presets import DEVICES, NODES
 from autopart.ir.cluster import Cluster, Level
 from autopart.report.plan_table import table_lines
-from gpu.jobs import FOLLOWED, Answer, Job
-from gpu.workloads import workload
+from benchmarks.gpu.jobs import FOLLOWED, Answer, Job
+from benchmarks.gpu.workloads import workload
+from benchmarks.shared.common import spread
 
 ALIKE = {"fp32": 1e-5, "bf16": 2e-2, "bf16-parameters": 2e-2}
 """Largest relative difference of a loss from one process that counts as rounding, by precision."""

@@ -25,16 +25,15 @@ from typing import Any
 # A process that forks CUDA users must not use CUDA itself: with this variable torch finds devices through NVML.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
-from common import RESULTS, write
-
 from autopart.files.clusters import cluster_to_dict, parse_cluster
 from autopart.ir.cluster import Cluster
-from gpu.jobs import PRECISIONS, Job
-from gpu.measure import count_work, describe, measured_cluster, perform
-from gpu.plans import EAGER, PLANS
-from gpu.pool import Pool
-from gpu.rows import preset, row_of, table, with_rates
-from gpu.workloads import MODELS
+from benchmarks.gpu.jobs import PRECISIONS, Job
+from benchmarks.gpu.measure import count_work, describe, measured_cluster, perform
+from benchmarks.gpu.plans import EAGER, PLANS
+from benchmarks.gpu.pool import Pool
+from benchmarks.gpu.rows import preset, row_of, table, with_rates
+from benchmarks.gpu.workloads import MODELS
+from benchmarks.shared.common import RESULTS, write
 
 DEFAULT = ["gpt2-xl", "llama-1b", "bert-large", "vit-large", "resnet-152"]
 

@@ -10,12 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import shapes
 import torch
 import transformers
 from torch import nn
 from torch.nn import functional
-from torch_pipeline import logits_of
+
+from benchmarks.shared import shapes
+from benchmarks.shared.torch_pipeline import logits_of
 
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
 

@@ -11,9 +11,10 @@ For any plan that cuts between the blocks of a chain, with any number of stages,
     path      step >= the longest path of one micro-batch through the graph and back, each block on as many replicas as
               there can be; where a schedule may split backwards, without the part that makes gradients of weights
     chain     the pipeline latency of `partition` without everything that depends on the plan: no messages but their
-              latency, the best place for every sum of gradients, memory for one micro-batch.  Valid where the chain is
-              the only order of the blocks, that is where each block reads from the one before it, and for 1F1B's
-              family alone: with several stages a rank a rank is busy with others while a stage waits.
+              latency, the best place for every sum of gradients, memory for one micro-batch, each stage on any set of
+              the devices that are left (`sets`).  Valid where the chain is the only order of the blocks, that is where
+              each block reads from the one before it, with one stage a rank: with several a rank is busy with others
+              while a stage waits.  Where a backward may be split, without the part that can wait
 
     slices    with slices of tokens, the work alone: the fastest stage for a slice is not known, and short slices fill a
               pipeline at once.  Their savings and their overheads are bounded by their model (`SliceShares.least_ns`).
@@ -28,19 +29,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
+from math import prod
 
 import numpy as np
 
 from autopart.ir.graph import Size
 from autopart.passes.graph.cuts import Floats, Ints
 from autopart.passes.proof.prices import Priced, priced_bound
+from autopart.passes.proof.sets import Taken, counts_of, rates_of, rows_needed, sets_of
 from autopart.passes.search.partition import INFEASIBLE
-from autopart.passes.search.space import SearchSpace, fastest_times, gradient_edges, is_chain
+from autopart.passes.search.space import SearchSpace, block_costs, fastest_times, gradient_edges, is_chain
 from autopart.passes.simulation.charges import optimizer_ns
 
 MOST_WORK = 10_000_000
-"""Cells of the chain's bound (devices squared times blocks squared, halved); larger problems get that of the work."""
+"""Cells of the chain's bound (squares of the sets of devices and of the blocks, halved); larger problems go without."""
+LEAST_CELLS = 1000
+"""Cells that a step of it takes as long as."""
 
 
 def lower_bound(space: SearchSpace, *, orders: bool = False) -> int:
@@ -62,25 +67,21 @@ def lower_bound(space: SearchSpace, *, orders: bool = False) -> int:
 
 
 def _bound(space: SearchSpace, cheap_bound: int, micro_rows: tuple[int, ...], orders: bool) -> int:
-    request = space.request
-    devices = most_devices(space, max(micro_rows)) if request.may_replicate else 1
-    too_large = devices**2 * space.chain.n**2 // 2 > MOST_WORK
-    cheap_bound = max(cheap_bound, _priced(space, micro_rows, orders))
-    shares = request.policy == "split"  # the chain's bound counts shares of micro-batches
-    if not shares or not request.synchronous or not is_chain(space) or too_large or orders:
-        return cheap_bound
-    return max(cheap_bound, _chain_bound(space, micro_rows))
-
-
-def _priced(space: SearchSpace, micro_rows: tuple[int, ...], orders: bool) -> int:
-    """Return the least of the priced bounds of plans with one stage a rank, and with several if these are allowed."""
-    times, counts = _times(space, max(micro_rows))
-    most = most_devices(space, max(micro_rows))
+    """Return the lesser of the bounds of plans with one stage a rank, and with several if these are allowed."""
+    request, rows = space.request, max(micro_rows)
+    times, counts = _times(space, rows)
+    most = most_devices(space, rows)
     weights = _best_weights(times, counts, most)
-    widest = max(_replicas(space, max(micro_rows)))
+    widest = max(_replicas(space, rows))
     one = Priced(space, micro_rows, weights, _heaviest(weights, counts, most), widest, orders=orders)
-    ways = [one, replace(one, several=True)] if orders and max(space.request.numbers_per_rank) > 1 else [one]
-    return min(priced_bound(way) for way in ways if way is one or way.taken is not None)
+    bounds = [priced_bound(one)]
+    # The chain's bound counts shares of micro-batches.
+    if request.policy == "split" and request.synchronous and is_chain(space):
+        bounds = [max(bounds[0], _chain_bound(space, micro_rows, orders))]
+    if orders and max(request.numbers_per_rank) > 1:
+        several = replace(one, several=True)
+        bounds += [priced_bound(several)] if several.sets != [] else []  # where any set of devices can have several
+    return max(cheap_bound, min(bounds))
 
 
 def work_bound(space: SearchSpace, micro_rows: tuple[int, ...]) -> int:
@@ -91,10 +92,8 @@ def work_bound(space: SearchSpace, micro_rows: tuple[int, ...]) -> int:
 
 def _times(space: SearchSpace, rows: int) -> tuple[Floats, Ints]:
     """Return the nanoseconds of each type of device for each block, both ways, and the devices of each type."""
-    types = space.costs.device_types
-    costs = [space.chain.range_costs(Size(rows), device_type).blocks for device_type in range(len(types))]
-    times = np.array([taken[0] + taken[1] for taken in costs], dtype=np.float64)
-    return times, np.array([space.costs.cluster.devices.count(device) for device in types])
+    times = block_costs(space, rows)[:, :2].sum(axis=1).astype(np.float64)
+    return times, np.array([space.costs.cluster.devices.count(device) for device in space.costs.device_types])
 
 
 def _heaviest(weights: Floats, counts: Ints, most: int) -> float:
@@ -145,8 +144,7 @@ def _slices_bound(space: SearchSpace, micro_rows: tuple[int, ...]) -> int:
         return 0
     blocks = [op.parts or (op.name,) for op in space.chain.blocks.ops]
     totals = []
-    for device_type in range(len(space.costs.device_types)):
-        forward, backward = space.chain.range_costs(Size(max(micro_rows)), device_type).blocks[:2]
+    for forward, backward in block_costs(space, max(micro_rows))[:, :2]:
         both_ways = shares.least_ns(blocks, forward, lengths, backward=False)
         both_ways = both_ways + shares.least_ns(blocks, backward, lengths, backward=True)
         totals.append(float(both_ways.min()))
@@ -183,61 +181,72 @@ def _path_bound(space: SearchSpace, rows: int, orders: bool) -> int:
     return longest
 
 
-def _chain_bound(space: SearchSpace, micro_rows: tuple[int, ...]) -> int:
-    """Return the larger of two relaxations: until the last backward has come back, and until the last sum is done.
+def _chain_bound(space: SearchSpace, micro_rows: tuple[int, ...], orders: bool) -> int:
+    """Return the larger of two relaxations: until the last backward has come back, and until the last sum is done; 0
+    for too large a problem.
 
     The first micro-batch passes every stage before the next one can begin, since the blocks are a chain; it comes back
     where gradients do, not through frozen layers.
     """
     rows, micros = max(micro_rows), len(micro_rows)
+    most, counts = most_devices(space, rows), counts_of(space)
+    states = prod(min(count, most) + 1 for count in counts)
+    if states**2 * max(space.chain.n**2, LEAST_CELLS) // 2 > MOST_WORK:
+        return 0
     link_ns = min(level.link.latency_ns for level in space.costs.cluster.levels)
     waits, sends = gradient_edges(space), gradient_edges(space, rows)
-    until_backward, until_sum = {}, {}
-    for replicas in _replicas(space, rows):
-        forward, backward, after = _optimistic(space, replicas, -(-rows // replicas))
-        both_ways = forward + backward
+    until_backward, until_sum, rates = {}, {}, rates_of(space, rows)
+    for taken in sets_of(space, max(_replicas(space, rows)), MOST_WORK) or ():
+        forward, backward, later, after = _optimistic(space, taken, rates, rows)
+        both_ways = forward + backward - (later if orders else 0)
         busy = np.where(space.legal, micros * both_ways, INFEASIBLE)
-        until_backward[replicas] = busy, np.where(waits, both_ways, forward) + np.where(sends, 2 * link_ns, 0)
+        until_backward[taken] = busy, np.where(waits, both_ways, forward) + np.where(sends, 2 * link_ns, 0)
         if space.costs.overlap:  # the last backward hides the sum
             after = np.maximum(after - backward, 0)
-        busy = np.where(space.legal, micros * both_ways + after, INFEASIBLE)
-        until_sum[replicas] = busy, forward + np.where(sends, link_ns, 0)
-    n, devices = space.chain.n, most_devices(space, rows)
-    return max(_least_latency(n, devices, until_backward), _least_latency(n, devices, until_sum))
+        busy = np.where(space.legal, micros * (forward + backward) + after, INFEASIBLE)
+        until_sum[taken] = busy, forward + np.where(sends, link_ns, 0)
+    n = space.chain.n
+    return max(_least_latency(n, counts, most, until_backward), _least_latency(n, counts, most, until_sum))
 
 
-def _optimistic(space: SearchSpace, replicas: int, share: int) -> tuple[Ints, Ints, Ints]:
-    """Return (forward, backward, sum and optimizer) of every range on the fastest type of device at the best place."""
-    context, chain = space.costs, space.chain
-    by_type = [chain.range_costs(Size(share), device_type) for device_type in range(len(context.device_types))]
-    forward = np.min([costs.ranges("fwd_ns") for costs in by_type], axis=0)
-    backward = np.min([costs.ranges("bwd_ns") for costs in by_type], axis=0)
+def _optimistic(space: SearchSpace, taken: Taken, rates: list[float], rows: int) -> tuple[Ints, Ints, Ints, Ints]:
+    """Return (forward, backward, the part of it that can wait, sum and optimizer) of every range on these devices, at
+    the best place."""
+    context, chain, replicas = space.costs, space.chain, sum(taken)
+    needed = [chain.range_costs(Size(own), kind) for kind, own in rows_needed(taken, rates, rows)]
+    forward = np.min([costs.ranges("fwd_ns") for costs in needed], axis=0)
+    backward = np.min([costs.ranges("bwd_ns") for costs in needed], axis=0)
+    later = np.max([costs.ranges("weight_ns") for costs in needed], axis=0)
     # the slowest port that any ring must pass is one of each level whose inner groups cannot hold all its ranks
     levels = context.cluster.levels
-    needed = [outer.link.bytes_per_s for inner, outer in pairwise(levels) if replicas > inner.size]
-    rate = min(needed, default=max(level.link.bytes_per_s for level in levels))
+    slower = [outer.link.bytes_per_s for inner, outer in pairwise(levels) if replicas > inner.size]
+    rate = min(slower, default=max(level.link.bytes_per_s for level in levels))
     all_reduce = 2 * (replicas - 1) / replicas * 1e9 / rate
-    optimizer = min(optimizer_ns(1 << 30, context.state_factor, device) for device in context.device_types) / (1 << 30)
+    own = [device for device, count in zip(context.device_types, taken, strict=True) if count]
+    optimizer = max(optimizer_ns(1 << 30, context.state_factor, device) for device in own) / (1 << 30)
     if space.request.may_shard:
         optimizer /= replicas
     after = np.floor(chain.trained * (all_reduce + optimizer)).astype(np.int64)
-    return forward, backward, np.maximum(after - 1, 0)
+    return forward, backward, np.minimum(later, backward), np.maximum(after - 1, 0)
 
 
-def _least_latency(n: int, devices: int, tables: Mapping[int, tuple[Ints, Ints]]) -> int:
-    """Solve the recurrence of `partition` without the number of stages: only devices used so far.
+def _least_latency(n: int, counts: Taken, most: int, tables: Mapping[Taken, tuple[Ints, Ints]]) -> int:
+    """Solve the recurrence of `partition` without the number of stages: only devices of each type used so far.
 
-    tables: (busy_ns, latency_ns) of every range, by number of replicas.
+    most: devices that may be used.  tables: (busy_ns, latency_ns) of every range, by set of devices.
     """
-    best = [np.full(n + 1, INFEASIBLE, dtype=np.int64) for _ in range(devices + 1)]
-    for row in best:
-        row[n] = 0
-    for used in range(1, devices + 1):
-        value = best[used - 1].copy()  # a device may idle
-        for replicas, (busy, latency) in tables.items():
-            if replicas <= used:
-                by_end = np.maximum(busy, latency + best[used - replicas][None, :])
-                value = np.minimum(value, by_end.min(axis=1))
+    best: dict[Taken, Ints] = {}
+    for used in product(*(range(count + 1) for count in counts)):
+        if sum(used) > most:
+            continue
+        value = np.full(n + 1, INFEASIBLE, dtype=np.int64)
+        for kind, count in enumerate(used):
+            if count:  # a device may idle
+                value = np.minimum(value, best[(*used[:kind], count - 1, *used[kind + 1 :])])
+        for taken, (busy, latency) in tables.items():
+            left = tuple([a - b for a, b in zip(used, taken, strict=True)])
+            if min(left) >= 0:
+                value = np.minimum(value, np.maximum(busy, latency + best[left][None, :]).min(axis=1))
         value[n] = 0
         best[used] = value
-    return int(best[devices][0])
+    return int(min(value[0] for value in best.values()))

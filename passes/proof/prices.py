@@ -7,7 +7,8 @@ of devices, W those of all devices that work, and any 0 <= path, sums <= 1 and p
     step >= path * (sum over b of the time of one micro-batch through b on c)
           + (1 - path) / W * (sum over b of w-weighted times of the devices of c - price * memory of all devices)
 
-    times of c    M forwards and M - sums * n backwards of b, in shares, on the type with the least weighted time;
+    times of c    M forwards and M - sums * n backwards of b, of the rows that one type in c has at least (`sets`), for
+                  each of c, since those that have less wait;
                   w * sums * (the ring over c with the gradients of b), for each of c; w * the optimizer step;
                   price * (weights, gradients and state of b, for each of c, and n times what b saves)
 
@@ -17,8 +18,8 @@ stage a rank n = 1; with several n <= M, those of which activations are still he
 on all devices.  A block that is recomputed saves nothing and has a forward in each backward.  All of this is linear, so
 each block has its best devices for itself, and the bound is the sum of these: no plan is looked at.
 
-Any prices give a bound; the best of a grid is taken.  Assumed: a share of the rows takes at least its share of
-the time; what several blocks share needs no memory and no sum.
+Any prices give a bound; the best of a grid is taken.  Assumed: as in `sets`; what several blocks share needs no
+memory and no sum.
 """
 
 from __future__ import annotations
@@ -26,18 +27,20 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise, product
-from math import prod
+from itertools import pairwise
 
 import numpy as np
 
 from autopart.ir.graph import Size
-from autopart.passes.graph.cuts import Floats
+from autopart.passes.graph.cuts import Floats, Ints
 from autopart.passes.ops.cost_model import FIELDS
 from autopart.passes.ops.weight_parts import summed_bytes
-from autopart.passes.search.space import SearchSpace, is_chain
+from autopart.passes.proof.sets import Taken, part_ns, rates_of, rows_needed, sets_of
+from autopart.passes.search.space import SearchSpace, block_costs, is_chain
 from autopart.passes.simulation.charges import optimizer_ns
 
+ENDLESS = 1e20
+"""Nanoseconds of a part that no set has."""
 MOST_CELLS = 100_000
 """Blocks times sets of devices up to which prices are tried."""
 PATHS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0)
@@ -72,16 +75,22 @@ class Priced:
     orders: bool = False
 
     @cached_property
-    def _times(self) -> tuple[Floats, Floats, Floats]:
-        """Forward, backward, and what of it makes gradients of weights, by type and block."""
-        kinds = range(len(self.space.costs.device_types))
-        costs = [self.space.chain.range_costs(Size(max(self.micro_rows)), kind).blocks for kind in kinds]
-        later = FIELDS.index("weight_ns")
-        return (
-            np.array([taken[0] for taken in costs], float),
-            np.array([taken[1] for taken in costs], float),
-            np.array([taken[later] for taken in costs], float),
-        )
+    def _times(self) -> tuple[Ints, Floats]:
+        """By set, places of the parts of a micro-batch for one of which at least its devices are busy; and of each part
+        forward, backward, and what of it makes gradients of weights, by block: endless for the last part."""
+        rows, fields = max(self.micro_rows), [0, 1, FIELDS.index("weight_ns")]
+        rates = rates_of(self.space, rows)
+        needed = [rows_needed(taken, rates, rows) for taken in self.sets or ()]
+        places = {part: place for place, part in enumerate(dict.fromkeys(part for parts in needed for part in parts))}
+        times = [part_ns(self.space, kind, own, rows)[fields] for kind, own in places]
+        most = max(map(len, needed))
+        found = np.array([[*(places[part] for part in parts), *[-1] * (most - len(parts))] for parts in needed])
+        return found, np.concatenate([np.array(times), np.full((1, 3, self.space.chain.n), ENDLESS)])
+
+    @cached_property
+    def _backward_ns(self) -> float:
+        """Of all blocks, for a whole micro-batch on the fastest type."""
+        return float(block_costs(self.space, max(self.micro_rows))[:, 1].sum(axis=1).min())
 
     @cached_property
     def _saved(self) -> Floats:
@@ -105,41 +114,34 @@ class Priced:
         return weights, trainable, summed
 
     @cached_property
-    def taken(self) -> Floats | None:
-        """The sets of devices that a block may stand on, as numbers of each type; None if they are too many."""
-        request, cluster, types = self.space.request, self.space.costs.cluster, self.space.costs.device_types
-        counts = Counter(cluster.devices)
-        if prod(counts[kind] + 1 for kind in types) * self.space.chain.n > MOST_CELLS:
-            return None
-        most = min(self.widest, cluster.world - self.several)
-        asked = request.replicas if isinstance(request.replicas, tuple) else (request.replicas,)
-        every = product(*(range(counts[kind] + 1) for kind in types))
-        found = [c for c in every if 0 < sum(c) <= most and (asked == (None,) or sum(c) in asked)]
-        return np.array(found, float) if found else None
+    def sets(self) -> list[Taken] | None:
+        """The sets of devices that a block may stand on; None if they are too many."""
+        most = min(self.widest, self.space.costs.cluster.world - self.several)
+        return sets_of(self.space, most, MOST_CELLS // self.space.chain.n)
 
     def ns(self, prices: Prices) -> float:
         """Return the bound at these prices, in nanoseconds."""
-        taken, (fwd, bwd, later), costs = self.taken, self._times, self.space.costs
-        assert taken is not None
-        micros, saved, w = len(self.micro_rows), self._saved, self.weights[:, None]
+        taken, (places, times), costs = np.array(self.sets, float), self._times, self.space.costs
+        fwd, bwd, later = times[:, 0], times[:, 1], times[:, 2]
+        micros, saved = len(self.micro_rows), self._saved
         own, trained, summed = self._own
-        replicas = taken.sum(axis=1)[:, None]
-        price = prices.memory * self.weights * float(bwd.sum(axis=1).min()) / max(1.0, float(saved.sum()))
+        replicas, weight = taken.sum(axis=1)[:, None], (taken @ self.weights)[:, None]
+        price = prices.memory * self.weights * self._backward_ns / max(1.0, float(saved.sum()))
         limits = np.array([device.memory_bytes - device.reserve_bytes for device in costs.device_types], float)
         room = float((price * limits * [costs.cluster.devices.count(d) for d in costs.device_types]).sum())
 
         def least(n: int, *, again: bool) -> Floats:
             both = bwd + fwd if again else bwd
-            kept = 0.0 if again else price[:, None] * n * saved
-            each = w * (micros * fwd + (micros - prices.sums * n) * both) + kept
-            return np.asarray(np.where(taken[:, :, None] > 0, each[None], np.inf).min(axis=1))
+            busy = (micros * fwd + (micros - prices.sums * n) * both)[places].min(axis=1)
+            cheapest = np.where(taken > 0, price, np.inf).min(axis=1)[:, None]
+            return np.asarray(weight * busy + (0.0 if again else cheapest * n * saved))
 
         ways = [
             least(n, again=again)
             for n in ((0, micros) if self.several else (1,))
             for again in ((False, True) if self.space.request.may_recompute else (False,))
         ]
-        weight, priced = (taken @ self.weights)[:, None], (taken @ price)[:, None]
+        priced = (taken @ price)[:, None]
         rates = [optimizer_ns(1 << 30, costs.state_factor, device) / (1 << 30) for device in costs.device_types]
         update = (taken @ (self.weights * np.array(rates)))[:, None] * trained
         state = costs.state_factor * trained
@@ -158,15 +160,14 @@ class Priced:
         working = (np.min(ways, axis=0) + ends) * ((1 - prices.path) / self.most)
         path = 0.0
         if prices.path:
-            through = np.maximum(fwd + bwd - (later if self.orders else 0), 1e-9)
-            path = prices.path / (taken[:, :, None] / through[None]).sum(axis=1)
+            through = fwd + bwd - (later if self.orders else 0)
+            path = prices.path * through[places].min(axis=1)
         return float((working + path).min(axis=0).sum()) - room * (1 - prices.path) / self.most
 
     def _turns(self) -> Floats:
         """Return the nanoseconds per byte of a turn of the ring over each set of devices, at the best place."""
-        assert self.taken is not None
         levels, found = self.space.costs.cluster.levels, []
-        for replicas in self.taken.sum(axis=1):
+        for replicas in map(sum, self.sets or ()):
             needed = [outer.link.bytes_per_s for inner, outer in pairwise(levels) if replicas > inner.size]
             rate = min(needed, default=max(level.link.bytes_per_s for level in levels))
             found.append((replicas - 1) / replicas * 1e9 / rate)
@@ -174,9 +175,12 @@ class Priced:
 
 
 def priced_bound(case: Priced) -> int:
-    """Return the bound at the best prices that are found, in nanoseconds.  O(prices * blocks * sets of devices)."""
+    """Return the bound at the best prices that are found, in nanoseconds; 0 for none.
+
+    O(prices * blocks * sets of devices).
+    """
     request = case.space.request
-    if case.taken is None or request.policy != "split" or not request.synchronous or not case.space.costs.overlap:
+    if not case.sets or request.policy != "split" or not request.synchronous or not case.space.costs.overlap:
         return 0
     paths = PATHS if is_chain(case.space) else PATHS[:1]
     least = case.ns(Prices())

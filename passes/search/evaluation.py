@@ -323,10 +323,13 @@ class Search:
             self._known = {key: e for key, e in self._known.items() if is_asked(e.candidate)}
             self.fitting = {key: e for key, e in self.fitting.items() if key in self._known}
 
-    def finalists(self, most: int, *, by_kind: bool = False) -> list[Evaluation]:
+    def finalists(self, most: int, *, by_kind: bool = False, schedule: str = "") -> list[Evaluation]:
         """Return the fastest of 1F1B's family with different numbers of stages, pipelines or rows, one of a single
-        stage; if none fits the nearest.  by_kind: also with other orders of unlike devices."""
-        family, lacking = ([e for e in some if not e.candidate.other_order] for some in (self.ranked, self._lacking))
+        stage; if none fits the nearest.  by_kind: also with other orders of unlike devices.  schedule: only with it."""
+        family, lacking = (
+            [e for e in some if not e.candidate.other_order and schedule in ("", e.candidate.schedule)]
+            for some in (self.ranked, self._lacking)
+        )
         devices, types = self.fine.costs.cluster.devices, self.fine.costs.device_types
 
         def shape(e: Evaluation) -> object:

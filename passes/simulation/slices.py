@@ -34,7 +34,7 @@ import numpy.typing as npt
 from autopart.ir.cluster import DEVICE_KINDS, Device
 from autopart.ir.graph import Cost, Graph
 from autopart.passes.ops.analytic_costs import added_ns
-from autopart.passes.ops.flops import seen_share
+from autopart.passes.ops.flops import operands, seen_share
 from autopart.passes.tokens.lengths import Ints
 
 Floats = npt.NDArray[np.float64]
@@ -42,6 +42,9 @@ _FIXED, _EACH, _BEHIND, _CAUSAL, _ONCE = range(5)
 READ, WRITTEN = 1, 1
 """Passes over the bytes of weights for each slice: its forward and its backward read them, its backward writes
 gradients; what adds these to the sum so far is counted apart (`ops.weight_parts`)."""
+PREFIX = 5
+"""Passes over the gradients of the keys and values before a slice: they are cut off those of its own tokens, which is
+read and written, and added to the sum that waits for the earlier backwards, which reads both and writes one."""
 SUMMED = 2
 """Passes over a gradient that the product itself adds to the sum so far: it reads and writes the sum."""
 
@@ -54,6 +57,7 @@ class SliceShares:
     alone.  launch_ns: of one op.  weight_ns, trained_ns: one pass over the weights that an op reads, and over those of
     them that are trained.  hides: whether the passes over weights hide behind computing (roofline).  added_ns: of each
     backward, spent on adding gradients to their sums.  causal: of those behind, ops whose kernels skip what is hidden.
+    prefix_ns: of ops behind, one pass over the gradients of the keys and values of a whole sequence.
     """
 
     tokens: int
@@ -66,6 +70,7 @@ class SliceShares:
     hides: bool = False
     added_ns: Mapping[str, float] = field(default_factory=dict)
     causal: Collection[str] = ()
+    prefix_ns: Mapping[str, float] = field(default_factory=dict)
 
     def stage_ns(
         self, ops: Collection[str], total_ns: int, lengths: npt.ArrayLike, contexts: npt.ArrayLike, *, backward: bool
@@ -86,7 +91,8 @@ class SliceShares:
         share = share + sums[_CAUSAL] * square * np.where(context == 0, 1.0, 2.0)
         for (taken, least), count in hidden.items():
             share = share + count * np.maximum(0.0, least - taken * length / whole)
-        return np.asarray(fixed + scale * (share + sums[_ONCE] * (context == 0)))
+        prefix = PREFIX * sum([self.prefix_ns.get(name, 0.0) for name in ops]) if backward else 0.0
+        return np.asarray(fixed + scale * (share + sums[_ONCE] * (context == 0) + prefix * context / whole))
 
     def least_ns(
         self, blocks: Sequence[Collection[str]], totals: npt.ArrayLike, lengths: Sequence[int], *, backward: bool
@@ -165,11 +171,14 @@ def slice_shares(graph: Graph, tokens: int, behind: Iterable[str], once: Iterabl
     costs, kind = {op.name: op.cost for op in graph.ops}, DEVICE_KINDS[device.kind]
     behind = frozenset(behind)
     causal = [op.name for op in graph.ops if op.name in behind and seen_share(op, values, params, device.kind) < 1.0]
+    learned = {value.name: value.size_bytes for value in graph.values if value.grad}
+    read = {op.name: [ref[1:] for ref in operands(op)[1:3]] for op in graph.ops if op.name in behind}
     return SliceShares(
         *(tokens, costs, behind, frozenset(once), kind.slice_ns, passing_ns(False), passing_ns(True)),
         hides=kind.beside,
         added_ns=added_ns(graph, device),
         causal=frozenset(causal),
+        prefix_ns={name: ns_per_byte * sum([learned.get(ref, 0) for ref in refs]) for name, refs in read.items()},
     )
 
 

@@ -1,9 +1,9 @@
 """Matrix products in single precision on CPUs, by the faster of the two libraries that torch brings along.
 
 torch multiplies matrices in fp32 with MKL, which uses the wide vector units of Intel's processors alone; on others with
-AVX-512 oneDNN takes half of the time (`benchmarks/products.py`).  The rule is the kind of processor and the size of the
-product, not a measurement, so that the same program gives the same bits in every run.  Results differ from torch's in
-their last bits.  `torch.backends.mkldnn.enabled = False` turns oneDNN off, here too.
+AVX-512 oneDNN takes half of the time (`benchmarks/steps/products.py`).  The rule is the kind of processor and the size
+of the product, not a measurement, so that the same program gives the same bits in every run.  Results differ from
+torch's in their last bits.  `torch.backends.mkldnn.enabled = False` turns oneDNN off, here too.
 """
 
 from __future__ import annotations

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu.half_hour import PARTS, Part, run
-from gpu.jobs import Job, default_micros, reason
-from gpu.pool import Pool
-from gpu.rows import preset, row_of, table, with_rates
-from gpu.workloads import MODELS, workload
 
 from autopart.ir.errors import UsageError
+from benchmarks.gpu.half_hour import PARTS, Part, run
+from benchmarks.gpu.jobs import Job, default_micros, reason
+from benchmarks.gpu.pool import Pool
+from benchmarks.gpu.rows import preset, row_of, table, with_rates
+from benchmarks.gpu.workloads import MODELS, workload
 
 SUITE = Path(__file__).parents[2] / "benchmarks/gpu"
 JOB = Job("gpt2-xl", "ours", "fp32", "cpu", world=2, local=2, tiny=True)

@@ -13,8 +13,8 @@ from autopart.extras.weights.initial import initial_values, require_no_leftovers
 from autopart.ir.errors import RefusedError
 
 transformers = pytest.importorskip("transformers")
-from architectures import built, seeded  # noqa: E402
-from zoo_models import ARCHITECTURES, SIZES  # noqa: E402
+from benchmarks.shared.architectures import built, seeded  # noqa: E402
+from benchmarks.zoo.models import ARCHITECTURES, SIZES  # noqa: E402
 
 MORE = [  # with output layers tied to embeddings, and biases that a constructor makes
     ("CamembertForMaskedLM", {}), ("CamembertForCausalLM", {"is_decoder": True}), ("XLMRobertaForMaskedLM", {}),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import launches
 import pytest
 import torch
+
+from benchmarks.steps import launches
 
 
 def test_kernels_count_and_views_and_allocations_do_not() -> None:

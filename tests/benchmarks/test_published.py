@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import plan_speed
-import published
 import pytest
-import shapes
 import torch
 from torch import nn
+
+from benchmarks.papers import published
+from benchmarks.planning import plan_speed
+from benchmarks.shared import shapes
 
 
 def test_every_published_configuration_has_the_published_number_of_parameters() -> None:

@@ -7,7 +7,8 @@ from functools import cache
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from shared_cores import Pool, Task, shared_ns
+
+from benchmarks.shared.shared_cores import Pool, Task, shared_ns
 
 Ranks = list[list[Task]]
 

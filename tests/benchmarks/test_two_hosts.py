@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import two_hosts
+
+from benchmarks.steps import two_hosts
 
 
 def test_the_cluster_describes_the_link() -> None:

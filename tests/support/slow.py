@@ -49,6 +49,7 @@ PARTS = {
     "failures": [
         "e2e/failures/test_faults.py",
         "e2e/failures/test_failures.py",
+        "e2e/failures/test_shard_failures.py",
         "e2e/asynchronous/test_asynchronous_failures.py",
         "e2e/training/test_soak.py",
         "runtime",

@@ -49,7 +49,7 @@ def fitting_cut(rows: int, decision: Decision, fitting: range) -> tuple[int, ...
 def undivided(decision: Decision) -> Decision:
     """Return a decision whose micro-batches each run whole on one replica of each stage: the first, or whose turn it is
     (the shares of the other replicas round to no row)."""
-    alone = (replace(s, shares=(_ALL, *[1] * (len(s.ranks) - 1))) if s.division.splits else s for s in decision.stages)
+    alone = (replace(s, shares=(_ALL, *[1] * (s.replicas - 1))) if s.division.splits else s for s in decision.stages)
     return replace(decision, stages=tuple(alone))
 
 

@@ -28,7 +28,7 @@ from autopart.ir.program import Edge
 from autopart.passes.ordering.lists import RULES, listed
 from autopart.passes.ordering.pipeline import Pipeline, bound_ns, replay
 from autopart.passes.ordering.searched import search_order
-from autopart.passes.program.named import SEARCHED
+from autopart.passes.program.named import FAMILY, SEARCHED
 from autopart.passes.program.orders import LOOP, ONE, Shape, V, placed
 from autopart.passes.program.routing import Tied, edges, tied
 from autopart.passes.program.schedules import find
@@ -48,7 +48,7 @@ from autopart.passes.simulation.estimate import work_of
 from autopart.passes.simulation.simulate import Work
 from autopart.passes.simulation.stage_costs import own_bytes, stage_contexts
 
-SHAPES = 4
+SHAPES = 8
 """Plans of different shapes that are tried under other orders."""
 ORDERED = 1
 """Plans, of those with listed orders, that get a searched one."""
@@ -62,7 +62,7 @@ differ by more than the bubble that is saved (GPT-3 on 48 ranks with 4 blocks a 
 LITTLE = 0.03
 """A plan of which less is idle is not tried under other orders, where the planner may choose."""
 
-NEAR = 1.04
+NEAR = 1.1
 """How far above the preferred plan the best one under another order may be to be refined."""
 
 HELD = (1.0, 0.6, 0.35)
@@ -99,7 +99,10 @@ def ways(request: PlanRequest) -> list[Way]:
 def _trials(search: Search) -> Iterator[tuple[Way, Evaluation, SearchSpace]]:
     """Yield the orders that the request allows, each with a plan that it may shorten, and the space to cut again."""
     fine, allowed = search.asked, ways(search.asked.request)
-    shapes = [found for found in search.finalists(SHAPES) if _may_gain(found, fine)] if allowed else []
+    # What is best under plain 1F1B, too: the others of its family may suit devices in another order.
+    best = [*search.finalists(SHAPES), *search.finalists(SHAPES, schedule=FAMILY[0])] if allowed else []
+    different = {(found.candidate.bounds, found.candidate.ranks, found.candidate.micro_rows): found for found in best}
+    shapes = [found for found in different.values() if _may_gain(found, fine)]
     search.other_orders = bool(shapes)
     most = max([len(found.candidate.widths) for found in shapes], default=0)
     if PER_RANK[0] * most * PER_STAGE > fine.chain.n:
@@ -110,13 +113,28 @@ def _trials(search: Search) -> Iterator[tuple[Way, Evaluation, SearchSpace]]:
 
 
 def _may_gain(found: Evaluation, fine: SearchSpace) -> bool:
-    """Return whether a plan leaves enough of its step idle for another order to be worth it, or to be asked for."""
+    """Return whether a plan leaves enough of its step idle for another order to be worth it, or to be asked for.
+
+    Several stages a rank also even out what ranks have to do."""
     if not fine.request.is_free:
         return True
     micros = len(found.candidate.micro_rows)
-    idle_ns = found.step_ns - micros * max(e.fwd_ns + e.bwd_ns for e in found.estimates)
+    idle_ns = found.step_ns - micros * (
+        _even_ns(found) if max(fine.request.numbers_per_rank) > 1 else _longest_ns(found)
+    )
     least_ns = micros * DEVICE_KINDS[fine.costs.cluster.kind].compute_ns
     return found.stages > 1 and idle_ns > max(least_ns, LITTLE * found.step_ns)
+
+
+def _longest_ns(found: Evaluation) -> float:
+    """Return the time of a micro-batch on the position that takes longest."""
+    return max(e.fwd_ns + e.bwd_ns for e in found.estimates)
+
+
+def _even_ns(found: Evaluation) -> float:
+    """Return the time of a micro-batch on every position if all took equally long."""
+    widths = found.candidate.widths
+    return sum([width * (e.fwd_ns + e.bwd_ns) for width, e in zip(widths, found.estimates, strict=True)]) / sum(widths)
 
 
 def evaluate_named(search: Search, effort: int) -> None:
@@ -159,22 +177,26 @@ def evaluate_searched(search: Search, effort: int) -> None:
 
 
 def refine_ordered(search: Search, effort: int) -> None:
-    """Move cuts, devices and rows of the best plan under another order, where it comes close to the preferred one.
+    """Move cuts, devices and rows of the best plan under each other order, where it comes close to the preferred one.
 
-    A searched order stays while cuts move, and is searched anew for those that were found.  effort: simulated actions.
+    A searched order stays while cuts move, and is searched anew for those that were found.  effort: simulated actions
+    for each order.
     """
-    ordered = [e for e in search.fitting.values() if e.candidate.other_order]
-    best = min(ordered, key=lambda e: e.preference, default=None)
     preferred = min([e.preference for e in search.fitting.values()], default=0.0)
-    if best is None or (search.asked.request.is_free and best.preference > NEAR * preferred):
-        return
-    near = refined(search, best, effort)
-    search.tell("refine other orders")
-    if near.candidate.order and near is not best:
-        plan = replace(near.candidate, order=(), recompute=())
-        for way in listed_ways(near.space, plan, near.decision.zero, near.step_ns)[:1]:
-            search.evaluate(near.space, with_order(near.space, plan, way, MOVES))
-        search.tell("searched orders")
+    best: dict[str, Evaluation] = {}
+    for found in sorted(search.fitting.values(), key=lambda e: e.preference):
+        if found.candidate.other_order:
+            best.setdefault(found.candidate.other_order, found)
+    for found in best.values():
+        if search.asked.request.is_free and found.preference > NEAR * preferred:
+            break
+        near = refined(search, found, effort)
+        search.tell("refine other orders")
+        if near.candidate.order and near is not found:
+            plan = replace(near.candidate, order=(), recompute=())
+            for way in listed_ways(near.space, plan, near.decision.zero, near.step_ns)[:1]:
+                search.evaluate(near.space, with_order(near.space, plan, way, MOVES))
+            search.tell("searched orders")
 
 
 def _to_beat(search: Search, fine: SearchSpace, candidate: Candidate) -> float:
@@ -187,13 +209,15 @@ def _to_beat(search: Search, fine: SearchSpace, candidate: Candidate) -> float:
 def _promising(allowed: list[Way], found: Evaluation, search: Search, fine: SearchSpace) -> Iterator[Way]:
     """Yield the orders under which a plan may become the fastest so far, or that are quickly compared.
 
-    However it is ordered, a position does all its work, and waits until the first forward has come to it, through
-    stages that are shorter the more of them there are on a rank.  O(ways * stages)."""
+    However it is ordered, a position does all its work, or an even part where it has several stages, and waits until
+    the first forward has come to it, through stages that are shorter the more of them there are on a rank.
+    O(ways * stages)."""
     micros, slices = len(found.candidate.micro_rows), max(1, len(found.candidate.token_slices))
     ahead = [0, *accumulate(e.fwd_ns / slices for e in found.estimates[:-1])]
+    even = _even_ns(found)
     for way in allowed:
         least = max(
-            micros * (e.fwd_ns + e.bwd_ns) + before / way.per_rank
+            micros * (even if way.per_rank > 1 else e.fwd_ns + e.bwd_ns) + before / way.per_rank
             for e, before in zip(found.estimates, ahead, strict=True)
         )
         if least < _to_beat(search, fine, _placed(way, found)):

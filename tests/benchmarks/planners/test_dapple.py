@@ -6,10 +6,19 @@ from dataclasses import replace
 from itertools import combinations
 
 import pytest
-from planners.dapple import Links, Setting, Stage, allreduce_s, data_parallel, evaluate, solve, transfer_s
-from planners.pipedream import profile
 
 from autopart.ir.errors import UsageError
+from benchmarks.papers.planners.dapple import (
+    Links,
+    Setting,
+    Stage,
+    allreduce_s,
+    data_parallel,
+    evaluate,
+    solve,
+    transfer_s,
+)
+from benchmarks.papers.planners.pipedream import profile
 
 LINKS = Links(within=100.0, across=10.0, single=5.0)
 SETTING = Setting((2, 2), global_batch=8, micro_batch=1, profile_batch=1, links=LINKS, overhang=False)

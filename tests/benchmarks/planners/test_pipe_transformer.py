@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from planners.pipe_transformer import balanced, stages_for
+
+from benchmarks.papers.planners.pipe_transformer import balanced, stages_for
 
 VIT = [2.36, 4.72] * 12
 

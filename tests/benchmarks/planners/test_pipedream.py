@@ -8,9 +8,9 @@ from itertools import combinations, pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planners.pipedream import Level, Profile, Rules, Stage, evaluate, profile, solve
 
 from autopart.ir.errors import InfeasibleError, UsageError
+from benchmarks.papers.planners.pipedream import Level, Profile, Rules, Stage, evaluate, profile, solve
 
 CHAIN = profile([[], [0], [1]], [3.0, 2.0, 1.0], [4.0, 8.0, 2.0], [10.0, 0.0, 20.0])
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planners.piper import Limits, Mode, Model, Stage, evaluate, solve
 
 from autopart.ir.errors import InfeasibleError, UsageError
+from benchmarks.papers.planners.piper import Limits, Mode, Model, Stage, evaluate, solve
 
 
 def mode(seconds: float, held: float, fixed: float = 0.0, weights: float = 0.0, before: int = -1) -> Mode:

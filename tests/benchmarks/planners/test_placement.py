@@ -7,8 +7,11 @@ from itertools import pairwise, product
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planners.exact_placement import Limits, place
-from planners.placement import (
+
+from autopart.ir.errors import InfeasibleError, UsageError
+from autopart.ir.plan import Optimality
+from benchmarks.papers.planners.exact_placement import Limits, place
+from benchmarks.papers.planners.placement import (
     NEVER,
     Machine,
     Message,
@@ -19,9 +22,6 @@ from planners.placement import (
     place_in_order,
     topological_orders,
 )
-
-from autopart.ir.errors import InfeasibleError, UsageError
-from autopart.ir.plan import Optimality
 
 FAST = Limits(seconds=20)
 
@@ -90,7 +90,7 @@ def test_the_middle_of_a_chain_is_cut_where_it_balances() -> None:
     assert place(chain([1, 2, 3, 4])).optimality == Optimality(6, 6, 0.0, True)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problems())
 def test_the_line_is_the_best_cut_of_its_order(problem: Problem) -> None:
     """Compare with every placement that is contiguous along the order, with machines in every order."""
@@ -106,7 +106,7 @@ def test_the_line_is_the_best_cut_of_its_order(problem: Problem) -> None:
         assert is_contiguous(problem, found.machine)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(problems(), st.booleans(), st.booleans())
 def test_the_exact_placement_is_the_best_of_all(problem: Problem, contiguous: bool, hinted: bool) -> None:
     best = brute(problem, contiguous=contiguous)

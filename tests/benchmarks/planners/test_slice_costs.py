@@ -6,10 +6,10 @@ from functools import partial
 
 import numpy as np
 import pytest
-from planners.slice_costs import LinearContext, Sample, fit
 
 from autopart.ir.errors import UsageError
 from autopart.passes.tokens.lengths import cut_tokens, slice_times
+from benchmarks.papers.planners.slice_costs import LinearContext, Sample, fit
 
 LENGTHS = tuple(range(8, 257, 8))
 

@@ -7,9 +7,9 @@ from itertools import combinations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planners.states import cut_states, downsets, members, nested, table
 
 from autopart.ir.errors import UsageError
+from benchmarks.papers.planners.states import cut_states, downsets, members, nested, table
 
 DIAMOND = [[], [0], [0], [1, 2]]
 

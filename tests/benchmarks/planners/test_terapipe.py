@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import terapipe
+
+from benchmarks.papers import terapipe
 
 
 def lengths_of(scheme: str) -> list[int]:

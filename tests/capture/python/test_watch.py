@@ -17,6 +17,7 @@ from autopart.batch.batch import flatten
 from autopart.capture import CaptureCache
 from autopart.capture.python.watch.changes import ModelWatch
 from autopart.capture.python.watch.closure_reads import Surroundings
+from autopart.capture.python.watch.fingerprint import fingerprint
 from autopart.capture.python.watch.observed import Observed
 from autopart.ir.errors import RefusedError
 from autopart.ir.graph import Size
@@ -211,3 +212,27 @@ def test_captures_of_a_model_are_taken_up_again_when_it_is_as_it_was() -> None:
         versions.append(captures.version)
     assert len(set(seen.values())) == captures.made == 2
     assert versions[2:4] == versions[4:6]
+
+
+def test_objects_that_all_know_each_other_are_compared_without_following_every_path() -> None:
+    """There are 40 ** 6 paths of the depth that is compared, and a change is still seen wherever it is."""
+    knots = [types.SimpleNamespace(number=number) for number in range(40)]
+    for knot in knots:
+        knot.others = list(knots)
+    before = fingerprint(knots[0])
+    assert fingerprint(knots[0]) == before
+    for changed in (knots[0], knots[20], knots[39]):
+        changed.number += 100
+        assert fingerprint(knots[0]) != before
+        changed.number -= 100
+    assert fingerprint(knots[0]) == before
+
+
+def test_an_object_that_was_met_at_the_last_depth_is_still_compared_where_it_is_nearer() -> None:
+    inner = types.SimpleNamespace(deep=types.SimpleNamespace(deeper=[1]))
+    far: Any = inner
+    for _ in range(4):
+        far = [far]
+    before = fingerprint([far, inner])
+    inner.deep.deeper.append(2)
+    assert fingerprint([far, inner]) != before

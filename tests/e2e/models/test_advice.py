@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from in_process import ALIKE, verify_here
 from support.documents.advice import ADVICE, Trial
 
 from autopart.ir.errors import AutopartError
 from autopart.options import read_options
+from benchmarks.shared.in_process import ALIKE, verify_here
 
 
 def verified(trial: Trial) -> Any:

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.jobs.state import checkpoint_jobs as jobs
-from support.workers import Workers
+from support.jobs.state.round_trips import Net, require_same, state_of
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import metadata
@@ -30,18 +29,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
     pytest.mark.filterwarnings("ignore:Detected pickle protocol 4:UserWarning"),
 ]
-ROWS = 7
-
-
-class Net(nn.Module):
-    """Layers whose sizes three ranks do not share evenly."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(4, ROWS), nn.BatchNorm1d(ROWS), nn.Linear(ROWS, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.norm(self.first(x)).tanh()).square().mean()
 
 
 def trained(seed: int, steps: int = 2) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -56,31 +43,6 @@ def trained(seed: int, steps: int = 2) -> tuple[nn.Module, torch.optim.Optimizer
         model(torch.randn(8, 4)).backward()
         optimizer.step()
     return model, optimizer
-
-
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the state as `torch.distributed.checkpoint` takes it."""
-    return {
-        "model": states.get_model_state_dict(model),
-        "optim": states.get_optimizer_state_dict(model, optimizer),
-    }
-
-
-def flat(state: Any, prefix: str = "") -> dict[str, Any]:
-    """Return all leaves of a state by their path."""
-    items = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list) else None
-    if items is None:
-        return {prefix: state}
-    return {name: each for key, value in items for name, each in flat(value, f"{prefix}/{key}").items()}
-
-
-def require_same(one: Any, other: Any) -> None:
-    """Raise AssertionError unless two states are equal to the bit."""
-    a, b = flat(one), flat(other)
-    assert a.keys() == b.keys()
-    for name, value in a.items():
-        same = torch.equal(value, b[name]) if isinstance(value, torch.Tensor) else value == b[name]
-        assert same, name
 
 
 def convert_by_command(source: Path, out: Path, *options: str) -> None:
@@ -213,59 +175,3 @@ def test_a_hostile_folder_runs_nothing_and_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="do not fill it"):
         convert(changed(".metadata", pickle.dumps(about)), tmp_path / "run", optimizer="none")
     assert not (tmp_path / "ran").exists() and not list((tmp_path / "run").glob("step-*"))
-
-
-# ---- several ranks ---------------------------------------------------------------------------------------------------
-
-
-def sharded(folder: str, seed: int, load: bool) -> dict[str, Any]:
-    """Shard a trained model over all ranks with FSDP, save it or load it from a folder; returns its whole state."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    dist.init_process_group("gloo")
-    try:
-        torch.manual_seed(seed)
-        model = Net()
-        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 * seed)
-        for _ in range(2):
-            optimizer.zero_grad()
-            model(torch.randn(8, 4)).backward()
-            optimizer.step()
-        state = state_of(model, optimizer)
-        if load:
-            dcp.load(state, checkpoint_id=folder)
-            states.set_model_state_dict(model, state["model"])
-            states.set_optimizer_state_dict(model, optimizer, state["optim"])
-        else:
-            dcp.save(state, checkpoint_id=folder)
-        whole = states.StateDictOptions(full_state_dict=True)
-        return {
-            "model": states.get_model_state_dict(model, options=whole),
-            "optim": states.get_optimizer_state_dict(model, optimizer, options=whole),
-        }
-    finally:
-        dist.destroy_process_group()
-
-
-def piped(folder: str, out: str) -> None:
-    """Load a checkpoint into a pipe over all ranks, and save it."""
-    options: Any = {"sample": torch.randn(8, 4), "costs": "analytic"}
-    world = int(os.environ["WORLD_SIZE"])
-    with autopart.compile(Net(), f"cpu:{world}", stages=world, micro_batches=2, **options) as pipe:
-        optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.5)
-        pipe.load(folder, optimizer)
-        pipe.save(out, optimizer)
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("world", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_sharded_run_goes_through_a_pipe_and_back_to_the_bit(world: int, tmp_path: Path) -> None:
-    with Workers(world, timeout=240) as ranks:
-        expected = ranks.run(sharded, str(tmp_path / "dcp"), 1, False)[0]
-        convert(tmp_path / "dcp", tmp_path / "run", optimizer="AdamW", step=2)
-        ranks.run(piped, str(tmp_path / "run"), str(tmp_path / "saved"))
-        convert(tmp_path / "saved", tmp_path / "back")
-        for found in ranks.run(sharded, str(tmp_path / "back"), 2, True)[:1]:
-            require_same(expected, found)

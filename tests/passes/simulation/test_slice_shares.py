@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopart.ir.graph import Cost
-from autopart.passes.simulation.slices import READ, WRITTEN, SliceShares, contexts_of
+from autopart.passes.simulation.slices import PREFIX, READ, WRITTEN, SliceShares, contexts_of
 
 TOKENS = 100
 COSTS = {"attention": Cost(10_000, 20_000), "linear": Cost(40_000, 80_000), "mask": Cost(300, 0)}
@@ -66,3 +66,9 @@ def test_a_gpu_adds_half_precision_gradients_with_every_slice():
     """With a kernel of its own, which no computing hides."""
     known = SliceShares(TOKENS, {"product": Cost(800, 1900)}, (), (), 0, hides=True, added_ns={"product": 300})
     np.testing.assert_allclose(known.stage_ns(["product"], 1900, [50], [0], backward=True), [300 + 800])
+
+
+def test_gradients_of_keys_and_values_are_added_to_those_of_the_slices_before():
+    own = SliceShares(TOKENS, COSTS, {"attention"}, (), 0, prefix_ns={"attention": 10.0})
+    assert stage_ns(own, [50, 50], ("attention",)) == [2_500, 5_000]
+    assert stage_ns(own, [50, 50], ("attention",), back=True) == [5_000, 10_000 + PREFIX * 10.0 / 2]

@@ -1,6 +1,7 @@
 """Lets a script under a launcher lose one rank: Python imports this first if its folder is in PYTHONPATH.
 
-KILLED_RANK and KILLED_STEP say which rank kills itself at the start of which call of `Pipe.step`, before any restart.
+KILLED_RANK and KILLED_STEP say which rank kills itself at the start of which call of `Pipe.step`, before any restart;
+with KILLED_LAUNCHER it kills the launcher first.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ def _install() -> None:
         nonlocal left
         left -= 1
         if left == 0:
+            if os.environ.get("KILLED_LAUNCHER"):
+                os.kill(os.getppid(), signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
         return step(self, *args, **options)
 

@@ -67,3 +67,47 @@ def found_for(problem: Problem) -> Search:
 def preferred(found: Search) -> Evaluation | None:
     """Return the plan that the planner would choose."""
     return min(found.fitting.values(), key=lambda e: (e.preference, e.step_ns), default=None)
+
+
+# ---- what a free planner must keep ---------------------------------------------------------------------------------
+
+NAMES = ("1f1b", "1f1b-deep", "gpipe", "zb-h1", "zb-h2", "interleaved", "zb-v", "searched")
+EQUAL, CLOSE = 1.001, 1.01
+"""How much worse than a schedule by name, and than with less of something, a plan may be, by the planner's criterion,
+which asks more stages and other orders to be worth it."""
+
+
+def beside_names(problem: Problem) -> dict[str, float]:
+    """Return how much worse the free plan is than that of each schedule by name, as a ratio; infinite for no plan."""
+    free, ratios = preferred(found_for(problem)), {}
+    for name in NAMES:
+        asked = preferred(found_for(replace(problem, request=replace(problem.request, schedule=name))))
+        if asked is not None:
+            ratios[name] = free.preference / asked.preference if free is not None else float("inf")
+    return ratios
+
+
+def beside_less(problem: Problem, draw: Random) -> tuple[str, float] | None:
+    """Return what there is more of, and how much worse the plan then is, as a ratio; None where nothing fits before."""
+    way, more = with_more(problem.cluster, draw)
+    before = preferred(found_for(problem))
+    if before is None:
+        return None
+    after = preferred(found_for(replace(problem, cluster=more)))
+    return way, after.preference / before.preference if after is not None else float("inf")
+
+
+def with_more(cluster: Cluster, draw: Random) -> tuple[str, Cluster]:
+    """Return the cluster with more memory, faster links, or another device or two at its end, and which of these."""
+    way, factor = draw.choice(["memory", "links", "devices"]), draw.choice([1.05, 1.3, 2, 8])
+    if way == "memory":
+        more = {d: int((d.memory_bytes - d.reserve_bytes) * (factor - 1)) for d in set(cluster.devices)}
+        devices = tuple(replace(d, memory_bytes=d.memory_bytes + more[d]) for d in cluster.devices)
+        return way, replace(cluster, devices=devices)
+    if way == "links":
+        links = [replace(lv.link, bytes_per_s=int(lv.link.bytes_per_s * factor)) for lv in cluster.levels]
+        levels = tuple(replace(lv, link=link) for lv, link in zip(cluster.levels, links, strict=True))
+        return way, replace(cluster, levels=levels)
+    devices = (*cluster.devices, *[draw.choice(cluster.devices)] * (2 if len(cluster.levels) > 1 else 1))
+    last = replace(cluster.levels[-1], size=len(devices))
+    return way, replace(cluster, devices=devices, levels=(*cluster.levels[:-1], last))

@@ -1,4 +1,4 @@
-"""Plans with stages cut by hand, and functions of benchmarks/in_process.py that run them in this process."""
+"""Plans with stages cut by hand, and functions of benchmarks/shared/in_process.py that run them in this process."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 import torch
-from in_process import CPU, Replayed, inputs_of, replay
 
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision, Plan, Provenance, Stage, check
+from benchmarks.shared.in_process import CPU, Replayed, inputs_of, replay
 
 __all__ = ["CPU", "Replayed", "inputs_of", "plan_for", "replay", "slices"]
 

@@ -151,7 +151,7 @@ def test_texts_cannot_leave_their_place(planned: Plan) -> None:
 
 
 @given(plans())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_every_valid_plan_has_a_page(plan: Plan) -> None:
     found = Found(plan_page(plan))
     assert found.tags.count("table") >= 1 and found.data is None

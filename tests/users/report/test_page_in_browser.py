@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from browser import Page, browser
 from support.languages.graphs import cluster, layers, plan_of
 
 from autopart.ir.plan import Plan
 from autopart.ir.timeline import read_spans
+from benchmarks.shared.browser import Page, browser
 
 pytestmark = pytest.mark.skipif(browser() is None, reason="no Chromium is installed")
 

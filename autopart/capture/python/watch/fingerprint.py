@@ -49,8 +49,18 @@ def is_plain(value: object) -> bool:
     return type(value) in _PLAIN or isinstance(value, type) or (type(value) is tuple and all(map(is_plain, value)))
 
 
-def fingerprint(value: Any, depth: int = _DEPTH, seen: frozenset[int] = frozenset()) -> Any:
+def fingerprint(value: Any) -> Any:
     """Return something that compares equal as long as the value does not change.  O(entries)."""
+    return _fingerprint(value, _DEPTH, {}, frozenset())
+
+
+def _fingerprint(value: Any, depth: int, met: dict[int, tuple[int, int, Any]], above: frozenset[int]) -> Any:
+    """Return the fingerprint of a value down to a depth.
+
+    met: of each object that was looked at, its number, the depth left there and the object, so that its id is not used
+    again: to look at it again would take a time that doubles with each pair of objects that know the next one.
+    above: the objects that this one lies in.
+    """
     kind = type(value)
     if isinstance(value, (torch.dtype, torch.device)) or value is None:
         return (kind, value)
@@ -58,17 +68,21 @@ def fingerprint(value: Any, depth: int = _DEPTH, seen: frozenset[int] = frozense
         base: Any = next(base for base in _VALUES if isinstance(value, base))
         # 0.0 is not -0.0, and nan is nan; a subclass may print and compare as it likes
         exact = base.__repr__(value) if base in (float, complex) else base.__getnewargs__(value)[0]
-        return (kind, exact, fingerprint(attributes_of(value), depth - 1, seen) if kind not in _PLAIN else None)
+        return (kind, exact, _fingerprint(attributes_of(value), depth - 1, {}, above) if kind not in _PLAIN else None)
     if (state := _state(value)) is not None:
         return (id(value), state)
-    inner = parts(value) if depth > 0 and id(value) not in seen and not is_followed(value) else None
+    inner = parts(value) if depth > 0 and id(value) not in above and not is_followed(value) else None
     if inner is None:
         return (id(value), len(value)) if isinstance(value, _CONTAINERS) else id(value)
-    seen |= {id(value)}
+    number, deepest, _ = met.get(id(value), (len(met), 0, None))
+    if deepest >= depth:
+        return ("met", number)
+    met[id(value)] = number, depth, value
+    above |= {id(value)}
     if isinstance(value, (set, frozenset)):
-        return (kind, sorted(repr(fingerprint(part, depth - 1, seen)) for _, part in inner))
+        return (kind, sorted(repr(_fingerprint(part, depth - 1, {}, above)) for _, part in inner))
     own = kind if isinstance(value, _BY_CONTENT) else id(value)
-    return (own, [(fingerprint(key, depth - 1, seen), fingerprint(part, depth - 1, seen)) for key, part in inner])
+    return (own, [tuple(_fingerprint(each, depth - 1, met, above) for each in pair) for pair in inner])
 
 
 def containers(value: Any) -> tuple[list[Any], bool]:

@@ -1,0 +1,304 @@
+"""Predicted and measured time and memory of a step.
+
+Two Gloo ranks, one thread each. The cluster is measured first (`autopart cluster detect`). Then each plan (model x
+schedule x cut x micro-batches) is compiled, simulated with measured costs as with `costs="measured"`, and run; medians
+count. The optimizer is left out of both. Memory: bytes of storage that autograd keeps or the rank received for the
+backward pass, without parameters, at the worst moment of a step, compared with live * activations of the estimate.
+
+    python -m benchmarks.planning.prediction                 about 40 minutes on 2 cores; writes results/prediction.json
+    python -m benchmarks.planning.prediction --models t5 lstm   some models
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+import autopart
+from autopart.batch.batch import flatten
+from autopart.costs.detect import detect
+from autopart.costs.sources import measured as measured_costs
+from autopart.extras.compiled.compiled_costs import compiled_costs
+from autopart.ir.actions import Slot
+from autopart.ir.cluster import DEVICE_KINDS
+from autopart.ir.graph import Graph, Size
+from autopart.passes.simulation.estimate import stage_estimates, work_of
+from autopart.passes.simulation.simulate import step_ns
+from autopart.passes.simulation.stage_costs import Estimator
+from autopart.runtime.stages.stage import StageRunner
+from benchmarks.shared.bench_models import MODELS
+from benchmarks.shared.common import spread, write
+
+
+@dataclass(frozen=True)
+class Case:
+    """A plan to measure.
+
+    cut: None for the planner's choice, otherwise the layer at which the second stage begins; replicas: of each stage;
+    per_rank: stages of each rank; slices: of each sequence; backend: "eager", or "inductor" for compiled stages.
+    """
+
+    model: str
+    schedule: str
+    micros: int
+    cut: int | None = None
+    recompute: str = "off"
+    replicas: int = 1
+    backend: str = "eager"
+    per_rank: int = 1
+    slices: int | None = None
+
+    @property
+    def stages(self) -> int:
+        """The number of stages on two ranks."""
+        return 2 * self.per_rank // self.replicas
+
+    def __str__(self) -> str:
+        where = "planned cut" if self.cut is None else f"cut at layer {self.cut}"
+        if self.replicas > 1:
+            where = f"{self.replicas} replicas"
+        again = ", all recomputed" if self.recompute == "all" else ""
+        code = ", compiled" if self.backend == "inductor" else ""
+        parts = f", {self.per_rank} stages a rank" if self.per_rank > 1 else ""
+        parts += f", {self.slices} slices" if self.slices else ""
+        return f"{self.model}, {self.schedule}, {self.micros} micro-batches, {where}{parts}{again}{code}"
+
+
+CASES = (
+    Case("gpt2", "1f1b", 8), Case("gpt2", "gpipe", 4), Case("gpt2", "1f1b", 8, 2), Case("gpt2", "1f1b", 2),
+    Case("gpt2, vocabulary 50257", "1f1b", 4), Case("gpt2, vocabulary 50257", "1f1b", 4, 4), Case("llama", "1f1b", 8),
+    Case("llama", "1f1b", 4, 7), Case("bert", "gpipe", 8), Case("vit", "1f1b", 4), Case("vit", "gpipe", 4, 2),
+    Case("convnext", "1f1b", 4), Case("gpt2", "1f1b", 8, 2, "all"), Case("bert", "gpipe", 8, None, "all"),
+    *(Case(name, "1f1b", micros, replicas=2) for name, micros in (
+        ("gpt2", 1), ("gpt2", 4), ("gpt2, vocabulary 50257", 2), ("llama", 1), ("llama", 4), ("bert", 2), ("vit", 2),
+    )),
+    Case("gpt2", "1f1b", 4, None, "all", 2),
+    *(
+        Case(name, "1f1b", micros, replicas=replicas)
+        for name in ("mistral", "mixtral", "t5", "bart", "lstm", "gru", "mamba", "unet", "convnext", "resnet")
+        for micros, replicas in ((4, 1), (2, 2))
+        if (name, replicas) != ("convnext", 1)
+    ),
+    Case("t5", "gpipe", 4, None, "all"), Case("resnet", "gpipe", 2),
+    Case("gpt2", "interleaved", 4, per_rank=2), Case("mistral", "interleaved", 4, per_rank=2),
+    Case("gpt2", "zb-v", 4, per_rank=2), *(Case(name, "zb-h1", 4) for name in ("llama", "t5", "unet")),
+    Case("gpt2", "zb-h2", 4), Case("vit", "searched", 4), Case("llama", "1f1b-deep", 4),
+    Case("llama", "1f1b", 2, slices=3), Case("gpt2", "gpipe", 1, slices=4),
+    *(
+        Case(name, "1f1b", micros, replicas=replicas, backend="inductor")
+        for name in ("gpt2", "llama", "bert")
+        for micros, replicas in ((4, 1), (2, 2))
+    ),
+)  # fmt: skip
+
+
+BLOCKS = 3
+"""Number of groups of steps. Costs are measured before and after each group."""
+
+
+class Held:
+    """Bytes of storage that autograd holds, without parameters, now and at most."""
+
+    def __init__(self, parameters: Any) -> None:
+        self._own = {p.untyped_storage().data_ptr() for p in parameters}
+        self._count: dict[int, int] = {}
+        self.now = self.most = 0
+
+    def hooks(self) -> Any:
+        """Return a context in which tensors saved for the backward pass are counted until they are released."""
+        return torch.autograd.graph.saved_tensors_hooks(lambda t: _Kept(t, self), lambda kept: kept.tensor)
+
+    def take(self, storage: torch.UntypedStorage) -> None:
+        """Count a saved tensor of this storage."""
+        if storage.data_ptr() in self._own:
+            return
+        self._count[storage.data_ptr()] = self._count.get(storage.data_ptr(), 0) + 1
+        if self._count[storage.data_ptr()] == 1:
+            self.now += storage.nbytes()
+            self.most = max(self.most, self.now)
+
+    def give(self, storage: torch.UntypedStorage) -> None:
+        """Count a released tensor of this storage."""
+        if storage.data_ptr() in self._own:
+            return
+        self._count[storage.data_ptr()] -= 1
+        if not self._count[storage.data_ptr()]:
+            self.now -= storage.nbytes()
+
+
+class _Kept:
+    def __init__(self, tensor: torch.Tensor, held: Held) -> None:
+        self.tensor, self._held, self._storage = tensor.detach(), held, tensor.untyped_storage()
+        held.take(self._storage)
+
+    def __del__(self) -> None:
+        self._held.give(self._storage)
+
+
+def measure(cluster: autopart.Cluster, rounds: int, names: list[str]) -> list[dict[str, Any]]:
+    """Run all cases on one rank.
+
+    Costs are measured before, between and after the steps, on both ranks at once as in a step, because the speed of the
+    machine drifts; the median of the predictions counts.
+    """
+    torch.set_num_threads(1)
+    return [measured(case, cluster, rounds) for case in CASES if case.model in names]
+
+
+def measured(case: Case, cluster: autopart.Cluster, rounds: int) -> dict[str, Any]:
+    """Return the measured and the predicted time and memory of a case."""
+    pipe, batch = compiled(case, cluster), MODELS[case.model].batch()
+    held = held_bytes(pipe, batch)
+    seconds: list[float] = []
+    forecasts: list[float] = [predicted(pipe, batch)]
+    for _ in range(BLOCKS):
+        for number in range(1 + rounds // BLOCKS):
+            for parameter in pipe.parameters():
+                parameter.grad = None
+            dist.barrier()
+            began = time.perf_counter()
+            pipe.step(batch)
+            dist.barrier()
+            if number:
+                seconds.append(time.perf_counter() - began)
+        forecasts.append(predicted(pipe, batch))
+    found = {
+        "case": case, "seconds": seconds, "forecasts": forecasts, "held": held,
+        "estimated": estimated(pipe),
+    }  # fmt: skip
+    return found
+
+
+def compiled(case: Case, cluster: autopart.Cluster) -> autopart.Pipe:
+    model = MODELS[case.model]
+    cuts = () if case.cut is None else (f"{model.layers}.{case.cut}",)
+    return autopart.compile(
+        model.model(), cluster, sample=model.batch(), stages=case.stages, replicas=case.replicas,
+        micro_batches=case.micros, schedule=case.schedule, cuts=cuts, recompute=case.recompute, costs="measured",
+        optimizer="sgd", backend=case.backend, token_slices=case.slices,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Graphs:
+    """A cost model for given sizes on equal devices."""
+
+    by_size: Mapping[Size, Graph]
+
+    def graph(self, size: Size, device_type: int) -> Graph:
+        return self.by_size[size]
+
+
+def predicted(pipe: autopart.Pipe, batch: Any) -> float:
+    """Return the seconds of the simulated step without the optimizer, from costs measured now at the rows of the
+    ranks.
+    """
+    flat, rows = flatten(batch), max(pipe.plan.micro_rows)
+    dist.barrier()
+    graphs = {Size(rows): pipe.session.captures(flat, Size(rows)).graph}  # only shapes are used at whole micro-batches
+    with tempfile.TemporaryDirectory() as folder:
+        for own in sorted({-(-rows // len(stage.ranks)) for stage in pipe.plan.stages}):
+            captured = pipe.session.captures(flat, Size(own))
+            with mock.patch.dict(os.environ, AUTOPART_CACHE=folder):
+                source = compiled_costs if pipe.session.options.backend == "inductor" else measured_costs
+                found = source(captured, pipe.cluster.devices[0])
+            assert found.source != "analytic"
+            graphs[Size(own)] = found.graph
+    group_ns = DEVICE_KINDS["cpu"].group_ns
+    estimator = Estimator(pipe.cluster, _Graphs(graphs), overlap=True, group_ns=group_ns)  # as `compile` plans
+    decision, links, tied = pipe.plan.decision, pipe.program.edges, pipe.program.tied
+    work = work_of(decision, stage_estimates(decision, links, estimator), links, tied, estimator)
+    return step_ns(pipe.program, replace(work, optimizer_ns=())) * 1e-9
+
+
+def held_bytes(pipe: autopart.Pipe, batch: Any) -> int:
+    """Return the most bytes that this rank keeps for the backward pass in one step: saved by autograd or received."""
+    held = Held(pipe.session.tensors.held.values())  # with ZeRO, `parameters()` are those of this rank's optimizer
+    plain = StageRunner.forward
+
+    def watched(runner: StageRunner, slot: Slot, *args: Any, **kwargs: Any) -> Any:
+        outputs = plain(runner, slot, *args, **kwargs)
+        for leaf in runner._kept[slot][0].values():
+            held.take(leaf.untyped_storage())
+            weakref.finalize(leaf, held.give, leaf.untyped_storage())
+        return outputs
+
+    with held.hooks(), mock.patch.object(StageRunner, "forward", watched):
+        pipe.step(batch)
+    return held.most
+
+
+def estimated(pipe: autopart.Pipe) -> int:
+    """Return the estimate of `held_bytes`."""
+    stage = next(iter(pipe.plan.decision.stages_of_rank(pipe.rank)), None)
+    assert stage is not None
+    estimate = pipe.plan.estimates[stage]
+    return estimate.live * estimate.activation_bytes
+
+
+def report(ranks: list[list[dict[str, Any]]], cluster: autopart.Cluster) -> None:
+    rows = []
+    for both in zip(*ranks, strict=True):
+        took = spread(both[0]["seconds"])
+        predicted_s = statistics.median(both[0]["forecasts"])
+        error = predicted_s / took.median - 1
+        memory = [entry["estimated"] / max(1, entry["held"]) - 1 for entry in both]
+        rows.append(
+            {
+                "plan": str(both[0]["case"]), "model": both[0]["case"].model, "measured": took,
+                "predicted_seconds": predicted_s, "forecasts": both[0]["forecasts"], "error": error,
+                "held_bytes": [e["held"] for e in both],
+                "estimated_bytes": [e["estimated"] for e in both], "memory_error": memory,
+            }
+        )  # fmt: skip
+        print(f"{rows[-1]['plan']:62s} {took.median:.4f} s  predicted {predicted_s:.4f} s  {error:+6.1%}", end="")
+        print("   memory " + " ".join(f"{e:+6.1%}" for e in memory))
+    errors = [abs(row["error"]) for row in rows]
+    mean, most = statistics.mean(errors), max(errors)
+    memory = statistics.mean(abs(e) for row in rows for e in row["memory_error"])
+    worst = max(abs(e) for row in rows for e in row["memory_error"])
+    ranking = agreement(rows)
+    print(f"error of the step: mean {mean:.1%}, largest {most:.1%}; pairs of plans of one model in order {ranking:.1%}")
+    print(f"error of the memory: mean {memory:.1%}, largest {worst:.1%}")
+    content = {
+        "cluster": cluster, "plans": rows, "mean_error": mean, "largest_error": most, "pairs_in_order": ranking,
+        "mean_memory_error": memory, "largest_memory_error": worst,
+    }  # fmt: skip
+    if len(rows) == len(CASES):
+        print("written to", write("prediction", content).name)
+
+
+def agreement(rows: list[dict[str, Any]], close: float = 0.05) -> float:
+    """Return the share of pairs of plans of one model, measured at least 5 % apart, that are predicted in order."""
+    pairs = [
+        (one["predicted_seconds"] < other["predicted_seconds"]) == (one["measured"].median < other["measured"].median)
+        for one, other in combinations(rows, 2)
+        if one["model"] == other["model"] and abs(one["measured"].median / other["measured"].median - 1) > close
+    ]
+    return sum(pairs) / max(1, len(pairs))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--models", nargs="+", default=list(MODELS))
+    given = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    cluster = detect(2)
+    report(autopart.launch(measure, "cpu:2", cluster, given.rounds, given.models), cluster)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Measures what happens during long training: freezing, saving, failing and slow ranks, large models."""

@@ -134,8 +134,8 @@ class _References:
         )
 
     def longest_row(self, classes: np.ndarray) -> tuple[int, int, int]:
-        """Return the place of the first op of a row of equal blocks, the place behind it, and the ops of a block.  It is
-        the row that may lose most.  classes: of ops.  O(reads)."""
+        """Return the place of the first op of a row of equal blocks, the place behind it, and the ops of a block.
+        Of the row that may lose most.  classes: of ops.  O(reads)."""
         last: dict[int, int] = {}
         gaps: Counter[int] = Counter()
         for n, number in enumerate(classes.tolist()):

@@ -41,7 +41,8 @@ class DeviceKind:
     slice of tokens is, autograd included.  compute_ns: by which each further compute of a rank has to shorten the step:
     to begin it, and to post its messages, is left out by the simulation.  group_ns: overhead of a recomputed group in
     autograd and Python.  state_passes: how often a tensor of an optimizer's state costs a pass over memory as large as
-    the parameters.  transport: by which its ranks exchange messages, unless the user asks for another.  device_type:
+    the parameters.  units: tiles of products that it computes at a time, 0 where products are not made of tiles.
+    transport: by which its ranks exchange messages, unless the user asks for another.  device_type:
     torch's `device.type`.
 
     Where nothing else is known.  own: memory in bytes, FLOP/s and memory bytes/s of a device; None where devices are

@@ -20,7 +20,7 @@ from autopart.ir.cluster import Cluster
 from autopart.ir.graph import Graph, Size
 from autopart.ir.plan import Plan, Precision
 from autopart.ir.timeline import Span
-from autopart.options import Options
+from autopart.options import Options, stated
 from autopart.passes.program.routing import homes
 from autopart.planning.derive.reduction import BatchRule
 from autopart.planning.make import Planned, make_plan, precision_of, read_plan
@@ -190,10 +190,8 @@ class Session:
                 self._run_in(decided.provenance.precision)
                 mine = Planned(decided, self.captures(batch, Size(max(decided.micro_rows))), rule)
             batch = self.captures.judged(batch)
-            fingerprint = (
-                f"{mine.captured.graph.shape_digest()} {mine.plan.digest()} {options.seed} {options.master_weights}"
-            )
-        require_same_everywhere(self.world, fingerprint)
+            fingerprint = f"{mine.captured.graph.shape_digest()} {mine.plan.digest()}"
+        require_same_everywhere(self.world, fingerprint, stated(self.options))
         self._preparing_s = time.perf_counter() - began
         return mine, batch
 

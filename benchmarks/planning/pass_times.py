@@ -8,7 +8,8 @@ analysis for `token_slices=`, after its second capture; the benchmark fails if i
 "shards" is what tensor parallelism over four ranks divides: factors and rule, which look at a few of the equal layers;
 it fails above 0.3 s.
 
-    python -m benchmarks.planning.pass_times          about 2 minutes on 2 cores; writes results/pass_times.json
+    python -m benchmarks.planning.pass_times               about 2 minutes on 2 cores; writes results/pass_times.json
+    python -m benchmarks.planning.pass_times --layers 4    some depths; writes nothing
 """
 
 from __future__ import annotations
@@ -111,9 +112,12 @@ def passes(layers: int, runs: int) -> dict[str, float]:
     return {"layers": layers, "ops": len(graph.ops), "blocks": len(blocks.ops), **seconds}
 
 
+LAYERS = [4, 8, 16, 32, 64, 96, 126]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, nargs="+", default=[4, 8, 16, 32, 64, 96, 126])
+    parser.add_argument("--layers", type=int, nargs="+", default=LAYERS)
     parser.add_argument("--runs", type=int, default=3)
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -122,7 +126,8 @@ def main() -> None:
     print("  ".join(f"{name:>18s}" for name in names))
     for row in rows:
         print("  ".join(f"{row[name]:18d}" if isinstance(row[name], int) else f"{row[name]:18.4f}" for name in names))
-    print("written to", write("pass_times", {"rows": rows}).name)
+    if given.layers == LAYERS:
+        print("written to", write("pass_times", {"rows": rows}).name)
 
 
 if __name__ == "__main__":

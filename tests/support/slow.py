@@ -103,6 +103,7 @@ PARTS = {
         "e2e/data/test_losses.py",
         "e2e/training/test_training.py",
         "users/docs/test_examples.py",
+        "users/docs/test_features.py",
         "extras/test_extras.py",
         "users/docs/test_example_scripts.py",
         "users/docs/test_readme.py",

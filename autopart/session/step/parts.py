@@ -11,7 +11,7 @@ import torch
 
 from autopart.batch.batch import Batch, split_rows
 from autopart.ir.actions import COMPUTES, FORWARD, Slot, parse_action
-from autopart.ir.errors import RefusedError
+from autopart.ir.errors import RefusedError, UsageWarning
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision, Stage
 from autopart.ir.program import Program
@@ -110,6 +110,7 @@ def warn_of_other_batches(world: World, batch: Batch | None, needing: Sequence[i
             f"ranks {first} and {other} were given different batches; only that of rank {first} is used, and rows that "
             "other ranks have are left out: give every rank the same batches (no DistributedSampler, no "
             "accelerator.prepare(loader), the same seed for shuffling), or None where pipe.needs_data is False",
+            UsageWarning,
             stacklevel=2,
         )
 

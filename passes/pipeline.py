@@ -16,14 +16,13 @@ from autopart.passes.graph.coarsen import nested
 from autopart.passes.graph.cuts import check_own_ops, forced_bounds
 from autopart.passes.ops.cost_model import OpCosts
 from autopart.passes.proof.certificate import certified, settles
-from autopart.passes.proof.lower_bound import lower_bound, slices_bound
+from autopart.passes.proof.lower_bound import least_of, require_hope, slices_bound
 from autopart.passes.search.diagnostics import check_times, infeasible_error
 from autopart.passes.search.evaluation import Evaluation, Search
 from autopart.passes.search.finalize import Finalized, finalize
-from autopart.passes.search.layout import SMALL
-from autopart.passes.search.proposals import proposals_of
+from autopart.passes.search.proposals import falls_behind, proposals_of
 from autopart.passes.search.requests import check_request, check_stages
-from autopart.passes.search.search import evaluate_all, evaluate_promising, falls_behind
+from autopart.passes.search.search import evaluate_all, evaluate_promising
 from autopart.passes.search.space import PlanRequest, SearchSpace, Watch, blocks_of
 from autopart.passes.search.variants import variants
 from autopart.passes.simulation.slices import slice_shares
@@ -55,14 +54,6 @@ class PlannerInput:
     group_ns: int = 0
 
 
-class Beaten(InfeasibleError):
-    """No plan takes less than `least_ns`, a proven bound, and another request has a faster one (`rival_ns`)."""
-
-    def __init__(self, least_ns: int) -> None:
-        super().__init__(f"no plan of this request takes less than {least_ns / 1e6:.1f} ms, and another one does")
-        self.least_ns = least_ns
-
-
 def build(source: PlannerInput, cluster: Cluster, request: PlanRequest, watch: Watch | None = None) -> Plan:
     """Return the plan with the shortest simulated step, or one about as fast with fewer stages
     (`Candidate.preference`), with a bound on its distance from the best one.
@@ -82,8 +73,7 @@ def build(source: PlannerInput, cluster: Cluster, request: PlanRequest, watch: W
     estimator = _estimator(source, cluster, request)
     spaces = _spaces(source, fine, estimator, request)
     check_stages(request, spaces[1].chain.n)
-    if request.rival_ns and (least_ns := _least_ns(spaces, orders=request.orders)) >= request.rival_ns:
-        raise Beaten(least_ns)
+    require_hope(spaces)
 
     def again(other: PlanRequest, machines: Cluster) -> Evaluation | None:
         """Plan under another request, for advice."""
@@ -165,7 +155,7 @@ def _with_bounds(final: Finalized, spaces: Spaces, watch: Watch | None, *, order
     """
     coarse, outlook = spaces[0], final.outlook
     request, cluster = coarse.request, coarse.costs.cluster
-    bound_ns = _least_ns(spaces, orders=orders)
+    bound_ns = least_of(spaces, orders=orders)
     if watch:
         watch("bound", outlook.step_ns, bound_ns)
     if request.token_slices:  # slices of attention leave out masked scores, and so take less than whole sequences
@@ -179,11 +169,6 @@ def _with_bounds(final: Finalized, spaces: Spaces, watch: Watch | None, *, order
             bound_ns = max(bound_ns, certificate.bound_ns)
     # A plan chosen for its fewer stages must not claim a bound above the faster plan that was found.
     return outlook.with_bound(min(bound_ns, final.fastest_ns))
-
-
-def _least_ns(spaces: Spaces, *, orders: bool) -> int:
-    coarse, fine = spaces
-    return lower_bound(coarse if coarse.costs.cluster.world <= SMALL else fine, orders=orders)
 
 
 def _estimator(source: PlannerInput, cluster: Cluster, request: PlanRequest) -> Estimator:

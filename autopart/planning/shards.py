@@ -11,8 +11,9 @@ from autopart.ir.graph import Graph
 from autopart.ir.plan import Alternative, Plan
 from autopart.options import Options
 from autopart.passes.ops.table import op_name
-from autopart.passes.pipeline import Beaten, PlannerInput
+from autopart.passes.pipeline import PlannerInput
 from autopart.passes.program.schedules import find
+from autopart.passes.proof.lower_bound import Beaten
 from autopart.passes.search.space import PlanRequest
 from autopart.passes.shards.calls import ATTENTION
 from autopart.passes.shards.choice import choose

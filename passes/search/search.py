@@ -34,9 +34,6 @@ HOPEFUL, CLOSE = 1.04, 1.005
 """How far above the best a candidate may be to be refined, and to be refined once more over finer blocks."""
 FEW = 4
 """Micro-batches per stage up to which equal stages are tried too, since the pipeline latency misjudges them."""
-RIVAL = 1.2
-"""How much longer the first plans may take than the rival of the request (`rival_ns`) for the search to go on: what is
-tried on them shortens a step by at most about 15 %."""
 EFFORT = 250_000
 """Actions that may be simulated in evaluating proposals."""
 
@@ -64,12 +61,6 @@ def evaluate_promising(search: Search) -> None:
             search.evaluate(space, candidate)
             effort -= actions_of(candidate)
         search.tell("evaluate")
-
-
-def falls_behind(search: Search) -> bool:
-    """Return whether what was found so far is clearly slower than the rival of the request."""
-    rival_ns = search.coarse.request.rival_ns
-    return bool(rival_ns and search.fitting) and search.best_ns > RIVAL * rival_ns
 
 
 def _by_latency(proposals: list[Proposal]) -> list[Proposal]:

@@ -11,7 +11,7 @@ from functools import lru_cache
 import pytest
 import torch
 import transformers as hf
-from support.oracles.shard_oracle import SPARE, Oracle, held_bytes, total_ns
+from support.extending.shard_oracle import SPARE, Oracle, held_bytes, total_ns
 from torch import nn
 
 from autopart.batch.batch import flatten

@@ -143,7 +143,7 @@ def launch(
     elastic: (least, most) numbers of ranks between which the run continues when processes die.  The remaining ranks
     start again at once, without counting as a restart, and `compile` with the cluster of this launch, or with None,
     plans for their devices.  rejoin: seconds after which a lost device is used again, None for never: all ranks then
-    see `Pipe.stop_requested`, save and return, and start again together.  See docs/elastic.md.
+    see `Pipe.stop_requested`, save and return, and start again together.  See docs/running.md.
 
     Raises WorkerError with the first cause if a process dies, is stopped or runs out of time, and the error that fn
     raised on a rank.

@@ -97,7 +97,7 @@ def launcher_variables(env: Mapping[str, str]) -> dict[str, str]:
     """Return torchrun's variables if another launcher started this process, else {}.
 
     Raises ClusterError if that launcher started several processes but does not tell how to connect them, and for RANK
-    without WORLD_SIZE.
+    without WORLD_SIZE, or not below it.
     """
     if "RANK" in env and not env.get("WORLD_SIZE"):
         raise ClusterError(
@@ -107,6 +107,15 @@ def launcher_variables(env: Mapping[str, str]) -> dict[str, str]:
             fix=f"start the script by a launcher that sets both, such as {torchrun_line(2, 2)}; for one process alone, "
             "unset RANK",
         )
+    if "RANK" in env:
+        rank, size = _number(env, "RANK"), _number(env, "WORLD_SIZE")
+        if rank is None or size is None or rank >= size:
+            raise ClusterError(
+                f"RANK is {env['RANK']} and WORLD_SIZE is {env['WORLD_SIZE']}",
+                where="RANK",
+                why="ranks have the numbers from 0 to WORLD_SIZE - 1",
+                fix=f"let a launcher set both: {torchrun_line(size or 2)}",
+            )
     if "RANK" in env or "WORLD_SIZE" in env:
         return {}
     for launcher in _LAUNCHERS:

@@ -9,6 +9,7 @@ from types import MappingProxyType
 import torch
 
 from autopart.ir.actions import COMPUTE
+from autopart.ir.program import inside
 from autopart.ir.timeline import Span
 from autopart.runtime.activity import set_activity
 from autopart.runtime.group.world import World
@@ -149,10 +150,10 @@ class Engine:
 
 def _count_alone(world: World, player: Player) -> int:
     """Return how many of the first actions need no other rank."""
-    if world.carrier is not None or player.program.statistics:
+    if world.carrier is not None:
         return 0
     summing = {player.last_backward[stage] for stage in player.sums if stage in player.last_backward}
     for number, action in enumerate(player.part):
-        if action.is_a.role != COMPUTE or action in summing:
+        if action.is_a.role != COMPUTE or action in summing or inside(player.program, action):
             return number
     return len(player.part)

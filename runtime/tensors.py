@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from autopart.ir.errors import PlanError, RefusedError, UsageError
+from autopart.ir.errors import PlanError, RefusedError, UsageError, UsageWarning
 from autopart.ir.shares import Piece, whole
 from autopart.runtime.group.world import World
 from autopart.runtime.masters import Masters, needs_master
@@ -197,6 +197,7 @@ def broadcast_weights_if_different(world: World, tensors: Mapping[str, torch.Ten
         warnings.warn(
             f"the ranks built different weights ({differing[0]} and {len(differing) - 1} more): those of rank 0 are "
             "used; seed the construction of the model alike on every rank to save sending them",
+            UsageWarning,
             stacklevel=2,
         )
     for name in differing:

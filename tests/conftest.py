@@ -13,8 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from support.workers import Workers
 from xdist.scheduler import LoadScopeScheduling
+
+# No limit on the time of one example: the tests share their cores with worker processes of other tests.
+settings.register_profile("autopart", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("autopart")
 
 logging.getLogger("torch.__trace").addHandler = lambda handler: None  # type: ignore[method-assign]
 """pytest would add handlers, for which torch writes every graph of a capture as text."""

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 from autopart.batch.leaves import check_leaf, check_lists, described, is_named, most_common_rows
-from autopart.ir.errors import BatchError
+from autopart.ir.errors import BatchError, UsageWarning
 
 NOTHING: Mapping[str, int | None] = MappingProxyType({})
 _VALUES = {int: torch.int64, float: torch.float64, str: None, bytes: None}
@@ -243,7 +243,7 @@ class BatchReader:
             unknown = [said for said in self._stated if not any(is_named(name, said) for name in names)]
             if unknown:
                 text = f"rows_axis names {', '.join(unknown)}, and the inputs of this batch are {', '.join(names)}"
-                warnings.warn(text, stacklevel=1)
+                warnings.warn(text, UsageWarning, stacklevel=1)
         return Batch(leaves, keys, names, splits, spec, rows, axes=axes)
 
     def _axis(self, key: str, name: str, leaf: Any) -> int:

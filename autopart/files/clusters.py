@@ -30,7 +30,7 @@ from autopart.files.limits import MAX_INTEGER, MAX_LEVELS, MAX_RANKS, MAX_RATES
 from autopart.files.presets import DEVICES, NODES, several
 from autopart.files.reading import brief, named, validated
 from autopart.ir.cluster import DEVICE_KINDS, UNMEASURED, Cluster, Device, HostCosts, Level, Link, check
-from autopart.ir.errors import ClusterError
+from autopart.ir.errors import WRITABLE, ClusterError
 from autopart.launcher import launcher_variables
 
 FORMS = (
@@ -357,7 +357,7 @@ def save_cluster(cluster: Cluster, path: str | os.PathLike[str]) -> None:
     try:
         Path(path).write_text(cluster_to_yaml(check(cluster)), encoding="utf-8")
     except OSError as error:
-        raise ClusterError(f"cannot write {os.fspath(path)}", why=error.strerror or str(error)) from error
+        raise ClusterError(f"cannot write {os.fspath(path)}", why=error.strerror or str(error), fix=WRITABLE) from error
 
 
 def require_yaml(path: str | os.PathLike[str]) -> None:

@@ -24,7 +24,7 @@ from autopart.files.reading import brief, listed, malformed, named, read_text, u
 from autopart.files.storage import write_whole
 from autopart.ir import plan as plan_ir
 from autopart.ir.decision import AGAIN, Problem
-from autopart.ir.errors import PlanError, PlanFileError, printable
+from autopart.ir.errors import WRITABLE, PlanError, PlanFileError, printable, short_errors
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision, Outlook, Plan, Provenance
 from autopart.launcher import torchrun_line
@@ -104,6 +104,7 @@ def _out_of_range(decision: Decision) -> Iterator[Problem]:
             yield f"decision.micro_rows[{i}]", f"a micro-batch has at most {MAX_ROWS} rows, not {rows}"
 
 
+@short_errors
 def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Write a plan file atomically.
 
@@ -116,9 +117,10 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     try:
         write_whole(target, text)
     except OSError as error:
-        raise PlanFileError(f"cannot write the plan to {target}", why=str(error)) from error
+        raise PlanFileError(f"cannot write the plan to {target}", why=str(error), fix=WRITABLE) from error
 
 
+@short_errors
 def load_plan(path: str | os.PathLike[str]) -> Plan:
     """Read and check a plan file.  Raises PlanFileError."""
     with named(path, PlanFileError):

@@ -23,7 +23,7 @@ from autopart.files.reading import brief, malformed, named, read_text, unreadabl
 from autopart.files.storage import write_whole
 from autopart.ir.actions import ACTIONS, COMPUTE, SEND, Action, Slot, completes
 from autopart.ir.decision import Problem
-from autopart.ir.errors import UsageError
+from autopart.ir.errors import WRITABLE, UsageError
 from autopart.ir.program import Program
 
 Row = tuple[Action, ...]
@@ -150,7 +150,7 @@ def save_schedule_csv(text: str, path: str | os.PathLike[str]) -> None:
     try:
         write_whole(Path(path), text)
     except OSError as error:
-        raise UsageError(f"cannot write {os.fspath(path)}", why=error.strerror or str(error)) from error
+        raise UsageError(f"cannot write {os.fspath(path)}", why=error.strerror or str(error), fix=WRITABLE) from error
 
 
 def _check_writable(program: Program, *, messages: bool) -> None:

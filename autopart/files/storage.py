@@ -8,7 +8,7 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -29,15 +29,23 @@ def write_whole(path: Path, text: str, *, mode: int = 0o666) -> None:
 
     mode: of the file, less the umask.  Raises OSError.
     """
-    draft = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
-    try:
+    with drafted(path, lambda draft: draft.unlink(missing_ok=True)) as draft:
         with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(draft, path)
+
+
+@contextmanager
+def drafted(path: Path, remove: Callable[[Path], None]) -> Iterator[Path]:
+    """Give the name of a draft beside a file, which is removed if the block fails."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    try:
+        yield draft
     except BaseException:
-        draft.unlink(missing_ok=True)
+        with suppress(OSError):
+            remove(draft)
         raise
 
 

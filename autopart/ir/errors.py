@@ -7,16 +7,19 @@ speak of its type.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable
+import typing
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import TracebackType, UnionType
 from typing import Any, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
+WRITABLE = "pass the path of a file in a folder that exists and that you may write to"
 
 
 def printable(text: str, *, keep: str = "") -> str:
@@ -134,8 +137,17 @@ class WorkerError(RunError):
     told_by: int | None = None
 
 
+class UsageWarning(UserWarning):
+    """A call that torch or the script makes, and that does not do what it does without a pipe."""
+
+
+class ArgumentsError(UsageError, TypeError):
+    """A call without an argument that it needs, or with one of a name or type that it does not take."""
+
+
 def short_errors(function: F) -> F:
-    """Wrap a public function so that errors raised on purpose do not show internal frames.
+    """Wrap a public function so that errors raised on purpose do not show internal frames, and a call that fails with
+    arguments of another number, name or type than it takes is refused with those.
 
     The whole traceback goes to the logger "autopart" at level DEBUG.  An error that ends the script is printed once
     (`printed`).
@@ -151,8 +163,47 @@ def short_errors(function: F) -> F:
             logging.getLogger("autopart").debug("raised to the caller", exc_info=True)
             _print_like_this()
             raise error.with_traceback(None) from error.__cause__
+        except (TypeError, AttributeError, ValueError) as error:
+            if (misfit := _misfit(function, args, kwargs)) is None:
+                raise
+            _print_like_this()
+            raise misfit from error
 
     return call  # type: ignore[return-value]
+
+
+def _misfit(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> ArgumentsError | None:
+    """Return how arguments do not fit a function, by number, name or type; None if they do."""
+    taken = inspect.signature(function)
+    name = function.__qualname__.removesuffix(".__init__").split(".")[-1]
+    names = [str(p.replace(annotation=p.empty)) for own, p in taken.parameters.items() if own != "self"]
+    fix = f"call {name}({', '.join(names)})"
+    try:
+        given = taken.bind(*args, **kwargs).arguments
+    except TypeError as error:
+        return ArgumentsError(f"{name}: {error}", fix=fix)
+    hints = typing.get_type_hints(function)
+    for own, value in given.items():
+        if taken.parameters[own].kind in (_NAMED, _EITHER) and not _fits(value, hints.get(own, Any)):
+            wanted = taken.parameters[own].annotation
+            return ArgumentsError(f"{name}: {own} is a {type(value).__name__}", why=f"it takes {wanted}", fix=fix)
+    return None
+
+
+_NAMED, _EITHER = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+
+
+def _fits(value: object, hint: Any) -> bool:
+    """Return whether a value may be of an annotated type; True where that cannot be told."""
+    kind = typing.get_origin(hint) or hint
+    if kind in (typing.Union, UnionType):
+        return any(_fits(value, each) for each in typing.get_args(hint))
+    if kind is float:
+        return isinstance(value, int | float)
+    try:
+        return not isinstance(kind, type) or isinstance(value, kind)
+    except TypeError:  # a protocol
+        return True
 
 
 HOME = str(Path(__file__).parents[1]) + os.sep

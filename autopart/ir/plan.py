@@ -16,7 +16,7 @@ from autopart.ir.decision import Decision as Decision
 from autopart.ir.decision import Problem, decision_problems, refuse
 from autopart.ir.decision import Stage as Stage
 from autopart.ir.decision import check_decision as check_decision
-from autopart.ir.errors import ProgramError
+from autopart.ir.errors import ProgramError, short_errors
 from autopart.ir.graph import Graph
 from autopart.ir.timeline import Timeline, read_spans
 
@@ -192,6 +192,7 @@ class Plan:
         """
         return _drawing("plan_table").stage_table(self, with_modules=False)  # type: ignore[no-any-return]
 
+    @short_errors
     def report(self, path: str | os.PathLike[str], *, measured: Timeline | None = None) -> Path:
         """Write the plan as one HTML page that needs no network, and return its path.
 

@@ -78,11 +78,11 @@ class Program:
     tied: parameter name and the stages that use it, for every trainable parameter that several stages use; the first
     stage owns it.  slices: number of slices of each sequence.  divisions: how the ranks of each stage divide
     micro-batches; empty if all have equal shares of the rows.  owners: stages whose replicas share the optimizer state.
-    statistics: stages whose replicas share batch statistics in every compute.  posting: for each rank its exchanges in
-    the order in which it posts them; empty if the transport may post messages ahead (`passes.program.messages`).
-    rhythm: of asynchronous training; nothing then happens once a step.  forward_only: stages without a backward, whose
-    optimizer does nothing.  unsummed: stages whose replicas have nothing to sum: no gradients, no new buffers.  parted:
-    tied parameters of which each rank of a shard group has a part.
+    statistics: stages whose replicas meet in every compute, as they share batch statistics.  posting: for each rank its
+    exchanges in the order in which it posts them; empty if the transport may post messages ahead
+    (`passes.program.messages`).  rhythm: of asynchronous training; nothing then happens once a step.  forward_only:
+    stages without a backward, whose optimizer does nothing.  unsummed: stages whose replicas have nothing to sum: no
+    gradients, no new buffers.  parted: tied parameters of which each rank of a shard group has a part.
     """
 
     micros: int
@@ -139,15 +139,13 @@ class Program:
         return Action("U", Slot(stage, min(self.micros, (micro // every + 1) * every) - 1))
 
     def group(self, action: Action) -> tuple[int, ...]:
-        """Return the stages whose ranks take part in a collective, or in a compute that shares statistics; else ()."""
-        kind, stage = ACTIONS[action.kind], action.stage
-        if kind.role == COMPUTE:
-            return (stage,) if stage in self.statistics else ()
+        """Return the stages whose ranks take part in a collective, else ()."""
+        kind = ACTIONS[action.kind]
         groups = self.groups(kind.meets) if kind.role in (COLLECTIVE, UPDATE) else ()
-        return next((group for group in groups if stage in group), ())
+        return next((group for group in groups if action.stage in group), ())
 
     def members(self, action: Action) -> tuple[int, ...]:
-        """Return the ranks that take part in a collective or in a compute that shares statistics, else ()."""
+        """Return the ranks that take part in a collective, else ()."""
         if ACTIONS[action.kind].meets == ALL:
             return tuple(range(self.world))
         return self.ranks_of(self.group(action))
@@ -300,6 +298,16 @@ class Streaming:
         """Return the tick after which nothing is in flight, when `micros` micro-batches have entered."""
         whole = [(micros - 1) // every * every + every for every in self.updates]
         return max(end - 1 + lag for end, lag in zip(whole, self.lags, strict=True))
+
+
+def inside(program: Program, action: Action) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Return the groups that make exchanges inside of a compute, each as (purpose, ranks ascending): ranks that compute
+    parts of the same rows, then all ranks of a stage that share batch statistics; else ()."""
+    if ACTIONS[action.kind].role != COMPUTE:
+        return ()
+    ranks = program.stage_ranks[action.stage]
+    shared = (("statistics", tuple(sorted(ranks))),) if action.stage in program.statistics and len(ranks) > 1 else ()
+    return (*(("shards", group) for group in program.division(action.stage).groups(ranks)), *shared)
 
 
 def linked_stages(tied: Sequence[tuple[str, tuple[int, ...]]]) -> tuple[tuple[int, ...], ...]:

@@ -127,6 +127,11 @@ class Division:
         mine, whole = self.most
         return -(-rows * mine // whole)
 
+    def groups(self, ranks: Sequence[int]) -> Iterator[tuple[int, ...]]:
+        """Yield the ranks that compute parts of the same rows, ascending; nothing where each has whole rows."""
+        for first in range(0, len(ranks) if self.shards > 1 else 0, self.shards):
+            yield tuple(sorted(ranks[first : first + self.shards]))
+
     def player(self, micro: int) -> int | None:
         """Return the only replica that takes part in a micro-batch; None if all do."""
         return micro % self.count if self.in_turn else None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
@@ -28,7 +29,7 @@ from autopart.options.table import Option, Options, PlanLike
 from autopart.passes.program.orders import Order, Schedule
 from autopart.passes.search.space import Watch
 
-__all__ = ["OPTIONS", "OptimizerLike", "Options", "OptionsDict", "PlanLike", "given", "read_options"]
+__all__ = ["OPTIONS", "OptimizerLike", "Options", "OptionsDict", "PlanLike", "given", "read_options", "stated"]
 
 OptimizerLike = str | torch.optim.Optimizer | Callable[..., torch.optim.Optimizer]
 
@@ -109,6 +110,15 @@ def read_options(**given: Any) -> Options:
 def given(options: Options) -> dict[str, object]:
     """Return the options that differ from their defaults, by name."""
     return {name: value for name in OPTIONS if (value := getattr(options, name)) != getattr(_DEFAULTS, name)}
+
+
+_OWN = ("plan", "costs", "cache", "watch", "prove", "timeout", "weights", "loss_fn")
+"""Options that may differ between ranks: rank 0's counts, or they are of the process."""
+
+
+def stated(options: Options) -> dict[str, str]:
+    """Return the options that have to be alike on all ranks, as texts without addresses of objects."""
+    return {name: re.sub(" at 0x[0-9a-f]+", "", repr(getattr(options, name))) for name in OPTIONS if name not in _OWN}
 
 
 def _unknown(name: str) -> UsageError:

@@ -18,6 +18,7 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from autopart.capture.trained import Trained
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import UsageError
 from autopart.ir.graph import Graph
+from autopart.ir.shares import Piece
 from autopart.options import Options
 from autopart.passes.program.schedules import find
 from autopart.pipe.pipe import Pipe
@@ -59,9 +61,9 @@ Tensors = Mapping[str, torch.Tensor | None]
 class Difference:
     """The difference of one gradient or buffer.  stage: that has it, -1 for none.  size: its norm in one process.
 
-    error: norm of the difference, divided by `size`.  negligible: beyond the tolerance, but rounding compared with the
-    gradient of the whole model (or for a running mean, with its deviation), as if the exact value is zero.  ok: within
-    tolerance or negligible.
+    cut: how ranks divide the tensor, "" for whole ones.  error: norm of the difference, divided by `size`.  negligible:
+    beyond the tolerance, but rounding compared with the gradient of the whole model (or for a running mean, with its
+    deviation), as if the exact value is zero.  ok: within tolerance or negligible.
     """
 
     name: str
@@ -71,6 +73,7 @@ class Difference:
     error: float
     negligible: bool
     ok: bool
+    cut: str = ""
 
     @property
     def verdict(self) -> str:
@@ -110,11 +113,13 @@ class Verification:
         """Return the differences as text: the `limit` largest, all that are out of tolerance, and a verdict."""
         every = (*self.gradients, *self.buffers)
         shown = [d for place, d in enumerate(every) if place < limit or not d.ok]
-        grid = [["name", "of", "stage", "norm", "relative error", "verdict"]]
+        divided = any(d.cut for d in every)
+        grid = [["name", "of", "stage", "norm", "relative error", "verdict", *["divided"] * divided]]
         for d in shown:
             stage = str(d.stage) if d.stage >= 0 else "-"
-            grid.append([d.name, d.kind, stage, f"{d.size:.3e}", f"{d.error:.1e}", d.verdict])
-        lines = table_lines(grid, words=(0, 1, 5))
+            cut = [d.cut or "whole"] * divided
+            grid.append([d.name, d.kind, stage, f"{d.size:.3e}", f"{d.error:.1e}", d.verdict, *cut])
+        lines = table_lines(grid, words=(0, 1, 5, 6))
         if len(shown) < len(every):
             lines.append(f"... and {len(every) - len(shown)} more, all within tolerance")
         bad = sum(not d.ok for d in every)
@@ -154,7 +159,7 @@ def verify_step(
         micro_rows, preparation = session.road.rows, session.road.executor.preparation
         shares, autocast = whole_shares(preparation.shares), session.captures.autocast
         coupling = coupling_ops(graph, synced=options.sync_batchnorm)
-        if any(len(stage.ranks) > 1 and coupling & set(stage.ops) for stage in decision.stages):
+        if any(stage.replicas > 1 and coupling & set(stage.ops) for stage in decision.stages):
             error = UsageError(
                 "this plan cannot be compared with one process",
                 why="the model takes statistics of a batch or updates buffers, and each replica of a stage has its own",
@@ -182,7 +187,8 @@ def verify_step(
                 plain = expected or plain_outcome(*given, device=session.world.device, steady=preparation.rule.steady)
             stages, ops = reversed([*enumerate(decision.stages)]), graph.op_map()
             first = {name: number for number, stage in stages for op in stage.ops for name in ops[op].params}
-            return compared(found, plain, first, precision_of(graph), tolerance, reference)
+            cuts = {name: _divided(pieces[0]) for name, pieces in session.standing.context.placement.cuts.items()}
+            return compared(found, plain, first, precision_of(graph), tolerance, reference, cuts)
 
         home = decision.stages[0].ranks[0]
         return from_rank(session.world, home, "running the model in one process", content)
@@ -269,11 +275,12 @@ def compared(
     precision: str,
     tolerance: float | None,
     reference: str,
+    cuts: Mapping[str, str] = MappingProxyType({}),
 ) -> Verification:
     """Compare the loss, gradients and buffers of two steps.
 
     stages: of each tensor, by name.  tolerance: relative, None for the default of `precision`.  reference: what the
-    other step ran.
+    other step ran.  cuts: how ranks divide tensors.
     """
     limit = tolerance if tolerance is not None else TOLERANCE[precision]
     whole = math.hypot(*map(_distance, expected.gradients.values()))
@@ -291,7 +298,8 @@ def compared(
             error = _ratio(off, size)
             close = error <= limit
             negligible = not close and off <= floors.get(name, 0.0)
-            rows.append(Difference(name, kind, stages.get(name, -1), size, error, negligible, close or negligible))
+            good = close or negligible
+            rows.append(Difference(name, kind, stages.get(name, -1), size, error, negligible, good, cuts.get(name, "")))
         return tuple(
             sorted(rows, key=lambda d: (d.ok, d.negligible, -math.inf if math.isnan(d.error) else -d.error, d.name))
         )
@@ -299,6 +307,12 @@ def compared(
     gradients = differences("gradient", found.gradients, expected.gradients)
     buffers = differences("buffer", found.buffers, {name: expected.buffers[name] for name in found.buffers})
     return Verification(found.loss, expected.loss, limit, reference, gradients, buffers)
+
+
+def _divided(piece: Piece) -> str:
+    """Describe how ranks divide a tensor, by one of its pieces."""
+    inside = f", each of {piece.blocks} blocks" if piece.blocks > 1 else ""
+    return f"axis {piece.axis} by {piece.parts}{inside}"
 
 
 def _distance(a: torch.Tensor | None, b: torch.Tensor | None = None) -> float:

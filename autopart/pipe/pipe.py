@@ -236,6 +236,18 @@ class Pipe(OfExtras, ModuleSurface):
             core.stopped = session.world.stop_requested
             session.close()
 
+    def __setattr__(self, name: str, value: object) -> None:
+        if isinstance(own := getattr(type(self), name, None), property) and own.fset is None:
+            raise UsageError(f"pipe.{name} cannot be set", fix="docs/pipe.md lists what a pipe has, and how it changes")
+        super().__setattr__(name, value)
+
+    def __getitem__(self, place: object) -> Any:
+        raise UsageError(
+            "a pipe is indexed or iterated over",
+            why="it is not the model, and ranks hold parts of that",
+            fix="pipe.model is the model that was compiled; for its values call pipe.sync_model() before",
+        )
+
     def __enter__(self) -> Pipe:
         return self
 

@@ -37,7 +37,7 @@ class State(Part):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their global norm over all stages is at most max_norm; tied parameters count
         once.  Returns the norm before, on every rank, like torch.nn.utils.clip_grad_norm_."""
-        if not isinstance(max_norm, int | float | torch.Tensor) or max_norm < 0:
+        if not isinstance(max_norm, int | float | torch.Tensor) or not max_norm >= 0:
             raise UsageError(
                 f"max_norm is {f'a {type(max_norm).__name__}' if not isinstance(max_norm, int | float) else max_norm}",
                 why="a pipe clips the gradients of all its parameters, of all ranks",

@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from autopart.ir.actions import BACKWARD, COMPUTE, FORWARD, WEIGHTS, Action
-from autopart.ir.errors import UsageError
+from autopart.ir.errors import WRITABLE, UsageError, short_errors
 from autopart.ir.timeline import Span, Timeline
 from autopart.report.svg_timeline import timeline_svg
 
 
+@short_errors
 def save_trace(
     timeline: Timeline,
     path: str | os.PathLike[str],
@@ -51,7 +52,7 @@ def write_drawing(target: Path, text: str) -> None:
     try:
         target.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"cannot write {target}", why=error.strerror or str(error)) from error
+        raise UsageError(f"cannot write {target}", why=error.strerror or str(error), fix=WRITABLE) from error
 
 
 def chrome_trace(timeline: Timeline, *, name: str = "autopart") -> str:

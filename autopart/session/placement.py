@@ -136,6 +136,10 @@ def placement_of(graph: Graph, decision: Decision, divided: Held | None = None) 
             of.setdefault(whole(name), set()).update(decision.stages[0].ranks)
     held, kept = ({piece: tuple(sorted(ranks)) for piece, ranks in of.items()} for of in (holders, keepers))
     cuts = {name: pieces for name, pieces in cuts.items() if len(pieces) > 1}
+    for name, pieces in cuts.items():
+        if sum(len(held[piece]) for piece in pieces) > len({rank for piece in pieces for rank in held[piece]}):
+            why = "each rank holds one, so that stages on the same ranks list them in one order"
+            raise PlanError(f"a rank would hold two pieces of {name}", why=why)
     return Placement(held, kept, owners, cuts, tuple(sharing), dict(tied(decision, graph)))
 
 

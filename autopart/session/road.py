@@ -162,6 +162,7 @@ class Road:
         settle = self._calls.enter(
             CALLS[mode], failure, needed=needed, signature=signature, version=version,
             rows=(batch.rows or 0) if batch is not None else 0, scale=scale, sharded=sharded, counts=counts,
+            step=step,
         )  # fmt: skip
         if batch is not None and counts is not None:
             kind = self._kinds.kind(mode, digest_of(signature), batch.rows)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, Self
 
 import torch
@@ -20,7 +20,7 @@ from autopart.ir.cluster import Cluster
 from autopart.ir.graph import Graph, Size
 from autopart.ir.plan import Plan, Precision
 from autopart.ir.timeline import Span
-from autopart.options import Options
+from autopart.options import Options, stated
 from autopart.passes.program.routing import homes
 from autopart.planning.derive.reduction import BatchRule
 from autopart.planning.make import Planned, make_plan, precision_of, read_plan
@@ -161,8 +161,12 @@ class Session:
         self.standing = Standing(planned.plan, planned.captured, context, executor, self._preparing_s, moving_s)
         self.road.begin(self.standing, self.batch)
         context.values.drop_foreign_gradients()
-        stages = planned.plan.decision.stages_of_rank(self.world.rank)
-        set_rank_label(f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}" if stages else "idle")
+        decision, rank = planned.plan.decision, self.world.rank
+        stages = decision.stages_of_rank(rank)
+        group = decision.stages[stages[0]].shard_group(rank) if stages else ()
+        together = f", ranks {', '.join(map(str, group))} together" if len(group) > 1 else ""
+        label = f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
+        set_rank_label(label + together if stages else "idle")
 
     # -- what a rank has under a plan, made before anything of the plan that runs is changed -----------------------
 
@@ -186,10 +190,8 @@ class Session:
                 self._run_in(decided.provenance.precision)
                 mine = Planned(decided, self.captures(batch, Size(max(decided.micro_rows))), rule)
             batch = self.captures.judged(batch)
-            fingerprint = (
-                f"{mine.captured.graph.shape_digest()} {mine.plan.digest()} {options.seed} {options.master_weights}"
-            )
-        require_same_everywhere(self.world, fingerprint)
+            fingerprint = f"{mine.captured.graph.shape_digest()} {mine.plan.digest()}"
+        require_same_everywhere(self.world, fingerprint, stated(self.options))
         self._preparing_s = time.perf_counter() - began
         return mine, batch
 
@@ -197,12 +199,12 @@ class Session:
     def _telling(self, options: Options) -> Iterator[Callable[[Size], None]]:
         """Yield what tells the other ranks a size at which the plan is likely to run (`_capture_early`)."""
         told: set[Size | None] = set()
+        precision = cache(lambda: precision_of(options, read_plan(options)))  # a plan file is read once
 
         def tell(size: Size | None) -> None:
             if size not in told:
                 told.add(size)
-                precision = precision_of(options, read_plan(options)) if size is not None else None
-                self.world.broadcast_object((size, precision))
+                self.world.broadcast_object((size, precision() if size is not None else None))
 
         try:
             yield tell

@@ -78,7 +78,7 @@ class _Shards:
         self._graph, self._assignment, self._members = graph, assignment, members
         self._calls: Mapping[str, Call] = {call.op.name: call for call in calls_of(graph)}
         self.grads = {v.name for v in graph.values if v.grad} | {p.name for p in graph.params if p.trainable}
-        self._held: dict[fx.Node, Any] = {}  # `_Node`; of what makes several results, one for each
+        self._held: dict[fx.Node, Any] = {}  # `_Node`; of a recomputed group, one for each result
         self._read: dict[tuple[fx.Node, State], fx.Node] = {}
         self._module: fx.GraphModule
 
@@ -126,11 +126,12 @@ class _Shards:
     def _function(self, node: fx.Node) -> None:
         if node.target is operator.getitem:
             source: Any = node.args[0]
-            of_group = source.op == "call_module"
-            own = self._assignment.states.get(node.name), node.name in self.grads
+            of_group = isinstance(self._held[source], list)
+            name = _name(node)
+            own = self._assignment.states.get(name), name in self.grads
             self._held[node] = self._held[source][node.args[1]] if of_group else own
             return
-        strategy = self._assignment.strategies.get(node.name)
+        strategy = self._assignment.strategies.get(_name(node))
         if strategy is None:  # what adjusts a value by a number of the micro-batch
             (arg,) = [arg for arg in node.all_input_nodes if not arg.name.startswith("number_")]
             node.replace_input_with(arg, self._as(node, arg, WHOLE))
@@ -139,7 +140,7 @@ class _Shards:
         wanted = iter(strategy.reads)
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda arg: self._as(node, arg, next(wanted)))
         node.args, node.kwargs = args, kwargs
-        self._held[node] = strategy.writes[0], node.name in self.grads
+        self._held[node] = strategy.writes[0], _name(node) in self.grads
         self._change(node, strategy)
 
     def _as(self, reader: fx.Node, value: fx.Node, wanted: State) -> fx.Node:
@@ -173,13 +174,13 @@ class _Shards:
             changes[strategy.how](node)
 
     def _sizes(self, node: fx.Node) -> None:
-        expands = self._calls[node.name].name in EXPANDS
+        expands = self._calls[_name(node)].name in EXPANDS
         node.target = _aten.expand.default if expands else _aten.reshape.default
-        local = self._assignment.local_shape(node.name, self._calls[node.name].shape(node.name))
+        local = self._assignment.local_shape(_name(node), self._calls[_name(node)].shape(_name(node)))
         node.args, node.kwargs = (node.args[0], list(local)), {}
 
     def _section(self, node: fx.Node) -> None:
-        call, count = self._calls[node.name], self._members.count
+        call, count = self._calls[_name(node)], self._members.count
         found, dim = bounds_of(call), call.dim()
         assert found
         first, end = found[0]
@@ -199,7 +200,7 @@ class _Shards:
         self._held[found] = self._held[node]
 
     def _vocabulary(self, node: fx.Node) -> None:
-        call = self._calls[node.name]
+        call = self._calls[_name(node)]
         padding: Any = call.arguments.get("padding_idx", -1)
         made = Vocabulary(self._members, call.shape(call.reads[0])[0], -1 if padding is None else padding)
         self._become(node, made)
@@ -214,28 +215,30 @@ class _Shards:
             self._become(node, RowEntropy(self._members, ignore, smoothing))
 
     def _entropy(self, node: fx.Node) -> tuple[int, bool, float]:
-        found: Any = self._calls[node.name].arguments
+        found: Any = self._calls[_name(node)].arguments
         return found.get("ignore_index", -100), found.get("reduction", 1) == 1, found.get("label_smoothing", 0.0)
 
     def _drawn(self, node: fx.Node, state: State) -> None:
         """Draw for the whole tensor, in the order of its axes in memory when it was captured."""
         (source,) = node.all_input_nodes
-        captured, result = _captured(source), node.meta.get("val")
-        ndim = len(self._calls[node.name].shape(self._calls[node.name].reads[0]))
+        captured = _captured(source)
+        ndim = len(self._calls[_name(node)].shape(self._calls[_name(node)].reads[0]))
         strides = captured.stride() if isinstance(captured, torch.Tensor) else range(ndim, 0, -1)
         order = sorted(range(ndim), key=lambda axis: -strides[axis])
         cut = (state.axis, state.before) if state.kind == CUT_KIND else None
         self._become(node, Drawn(self._members, cut, order), node.args)
-        if isinstance(result, tuple | list):
-            made = self._module.graph.find_nodes(op="call_module", target=f"shard_{node.name}")[0]
-            self._held[made] = [self._held[made]] * len(result)
 
     def _become(self, node: fx.Node, module: nn.Module, arguments: Sequence[Any] | None = None) -> None:
         """Replace an op by a module that takes these arguments, by default its first two."""
         found = self._call(node, f"shard_{node.name}", module, *(arguments or node.args[:2]))
         self._replace(node, found)
-        found.meta["op"] = node.name
+        found.meta["op"] = _name(node)
         self._module.graph.erase_node(node)
+
+
+def _name(node: fx.Node) -> str:
+    """Return the name that a node has in the captured graph, "" for one that it lacks."""
+    return str(node.meta.get("op", ""))
 
 
 def _captured(node: fx.Node) -> Any:
@@ -257,7 +260,7 @@ def _check(module: fx.GraphModule, assignment: Assignment, held: Mapping[fx.Node
     """Walk every edge of rewritten code: what an op reads is in the state that its strategy wants, or equal to it on
     every rank without a gradient.  Raises PlanError."""
     for node in module.graph.nodes:
-        strategy = assignment.strategies.get(node.meta.get("op", node.name) if node.op != "placeholder" else "")
+        strategy = assignment.strategies.get(_name(node))
         if strategy is None or node.op not in ("call_function", "call_module"):
             continue
         read: list[fx.Node] = []

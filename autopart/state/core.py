@@ -26,9 +26,10 @@ from autopart.session.ranks.listener import Listener
 from autopart.session.session import Session
 from autopart.session.step.data import Arguments
 from autopart.state.companions import Companion
-from autopart.state.misuse_guards import Open, notice, watch_optimizers
+from autopart.state.misuse_guards import watch_optimizers
 from autopart.state.scaler import LossScaler
 from autopart.state.state_dict import take_masters
+from autopart.state.torch_calls import Open, notice
 
 P = TypeVar("P", bound="Part")
 NO_PARAMETER = "no_parameter_on_this_rank"
@@ -175,15 +176,21 @@ class Core:
         take_masters(session, self.restored)
         opened = Open(
             self.model,
-            lambda: session.tensors.driven.values(),
-            lambda: session.standing.divides_parameters,
-            lambda: self.steps > self.synced and not (self.whole or session.calls.under_way),
+            held=lambda: session.tensors.driven.values(),
+            ours=lambda: (*dict(self.named_parameters()).values(), *self.model.parameters()),
+            parted=lambda: session.standing.divides_parameters,
+            idle=lambda: not (self.whole or session.calls.under_way),
+            stale=lambda: self.steps > self.synced,
         )
+        session.calls.counted, session.calls.compare = opened.counted, opened.compare
         watches = ExitStack()
         watches.callback(notice(opened))
         watches.callback(
             watch_optimizers(
-                session.world.size, lambda: session.tensors, lambda: {id(p) for _, p in self.named_parameters()}
+                session.world.size,
+                lambda: session.tensors,
+                lambda: {id(p) for _, p in self.named_parameters()},
+                opened.stepped,
             )
         )
         self.unwatch = watches.close

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from autopart.capture.trained import Trained
 from autopart.files.checkpoints.document import COMPANION
 from autopart.files.checkpoints.values import decoded, encoded
-from autopart.ir.errors import CheckpointError
+from autopart.ir.errors import CheckpointError, UsageWarning
 from autopart.session.ranks.agreement import together
 from autopart.session.session import Session
 
@@ -56,6 +56,7 @@ def gather_extra_state(session: Session) -> dict[str, Any]:
             warnings.warn(
                 f"the extra state of {name or 'the model'} cannot be sent between ranks, and stays that of this rank "
                 f"({why}); let get_extra_state() return tensors, numbers, texts, lists and dicts",
+                UsageWarning,
                 stacklevel=2,
             )
     return {name: pickle.loads(sent) for name, sent in theirs.items() if isinstance(sent, bytes)}
@@ -126,6 +127,7 @@ def warn_of_unsaved(trained: Trained) -> None:
         warnings.warn(
             f"a checkpoint does not keep {added[0]}, which the model's state_dict() has ({len(added)} such entries): "
             "it is neither a parameter, a buffer nor extra state; make it one of these if a load has to bring it back",
+            UsageWarning,
             stacklevel=2,
         )
 

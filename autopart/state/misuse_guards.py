@@ -1,23 +1,18 @@
 """Errors for uses of a pipe, its loss and its optimizer that work with plain torch modules, but not with a pipeline.
 
-Some calls of torch act on a module, on gradients or on an optimizer without asking the pipe, so these functions are
-wrapped from the first pipe that is open to the last one (`notice`).
+What torch does without asking the pipe is noticed by `torch_calls`.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
-import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopart.costs.optimizer_state import needs_closure
@@ -27,6 +22,7 @@ from autopart.passes.program.schedules import find, streams
 from autopart.runtime.tensors import LocalTensors
 
 C = TypeVar("C", bound=type)
+Stepped = Callable[[torch.optim.Optimizer], None]
 _CONVERTED = (
     "convert the model before compile (model.to(torch.bfloat16)), and name the devices there: "
     'autopart.compile(model, "cuda:4")'
@@ -34,12 +30,15 @@ _CONVERTED = (
 TRAINS = "pipe.step(batch) trains, pipe.eval_loss(batch) and pipe.predict(inputs) evaluate"
 _INSTEAD = {
     **dict.fromkeys(("to", "cuda", "cpu", "half", "float", "double", "bfloat16", "to_empty"), _CONVERTED),
-    **dict.fromkeys(("forward", "backward", "train_batch", "generate"), TRAINS),
+    **dict.fromkeys(("forward", "backward", "train_batch", "eval_batch", "compute_loss", "generate"), TRAINS),
+    **dict.fromkeys(("save_checkpoint", "save_state", "save_model"), "pipe.save(folder, optimizer), on every rank"),
+    **dict.fromkeys(("load_checkpoint", "load_state", "from_pretrained"), "pipe.load(folder, optimizer)"),
+    **dict.fromkeys(("local_rank", "global_rank", "process_index"), "pipe.rank"),
     "no_sync": "leave it out: step() only adds to .grad; to accumulate, give n steps scale=1 / n, and call "
     "optimizer.step() every n-th time",
     "module": "pipe.model is the model that was compiled; call pipe.sync_model() before you read its parameters",
     **dict.fromkeys(("evaluate", "validate", "test", "fit", "loss", "train_step", "training_step"), TRAINS),
-    "size": "pipe.world_size",
+    **dict.fromkeys(("size", "num_processes"), "pipe.world_size"),
     "gradient_checkpointing_enable": 'call it on the model before compile, or pass recompute="all" to compile',
     "device": "pipe.cluster.devices[pipe.rank] describes this rank's device",
 }
@@ -100,18 +99,23 @@ def short_tracebacks(cls: C) -> C:
     return cls
 
 
+def refuse_backward() -> NoReturn:
+    """Raise UsageError for a backward of a loss that a pipe returned."""
+    raise UsageError(
+        "backward() is called on a loss that a pipeline returned",
+        why="pipe.step(batch) runs forward and backward of all micro-batches and has added the gradients to .grad; "
+        "eval_loss computes none",
+        fix="leave backward() out: optimizer.zero_grad(); loss = pipe.step(batch); optimizer.step().  To weigh the "
+        "loss: pipe.step(batch, scale=0.5)",
+    )
+
+
 class Loss(torch.Tensor):
     """A loss that a pipeline returned, and tensors computed from it: `backward` is refused."""
 
     def backward(self, *_: Any, **__: Any) -> NoReturn:
         """Raise UsageError."""
-        raise UsageError(
-            "backward() is called on a loss that a pipeline returned",
-            why="pipe.step(batch) runs forward and backward of all micro-batches and has added the gradients to .grad; "
-            "eval_loss computes none",
-            fix="leave backward() out: optimizer.zero_grad(); loss = pipe.step(batch); optimizer.step().  To weigh the "
-            "loss: pipe.step(batch, scale=0.5)",
-        )
+        refuse_backward()
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return repr(self.as_subclass(torch.Tensor))
@@ -167,18 +171,26 @@ def refuse_clipping(reader: FrameType) -> None:
 
 
 def watch_optimizers(
-    world_size: int, tensors: Callable[[], LocalTensors], kept: Callable[[], set[int]]
+    world_size: int, tensors: Callable[[], LocalTensors], kept: Callable[[], set[int]], stepped: Stepped
 ) -> Callable[[], None]:
     """Let steps of optimizers raise UsageError if they read all parameters at once (over several ranks), or update
     parameters that have an fp32 master weight, or were made for the parameters of an earlier plan, or may look at whole
     tensors where this rank holds pieces.  tensors: returns what this rank holds, which changes with the plan.  kept:
-    returns the identities of the parameters that this rank updates.  Returns a function that removes the check."""
+    returns the identities of the parameters that this rank updates.  stepped: is told of every step.  Returns a
+    function that removes the check."""
 
     needing: dict[type, bool] = {}
     seen: WeakKeyDictionary[torch.optim.Optimizer, tuple[LocalTensors | None, set[int], set[int]]] = WeakKeyDictionary()
 
     def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         kind = type(optimizer)
+        if kind.__name__ == "ZeroRedundancyOptimizer" and world_size > 1:
+            raise UsageError(
+                "torch's ZeroRedundancyOptimizer updates the parameters of a pipe",
+                why="it divides them among all ranks, as if each had the whole model",
+                fix="use the optimizer itself, with zero=1 in autopart.compile",
+            )
+        stepped(optimizer)
         if kind not in needing:
             needing[kind] = needs_closure(kind)
         held, together = tensors(), world_size > 1 and needing[kind]
@@ -242,100 +254,3 @@ def _unled(held: LocalTensors, optimizers: Iterable[torch.optim.Optimizer], new:
     """Return whether no optimizer has some of the new parameters, by identity, that this rank trains."""
     driven = {id(one) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
     return bool({id(tensor) for tensor in held.driven.values() if tensor.requires_grad} & new - driven)
-
-
-@dataclass(eq=False)
-class Open:
-    """An open pipe.  model: that was compiled.  held: returns what this rank holds.  parted: returns whether ranks hold
-    parts of the model.  stale: returns whether steps were taken since the model got the values of all ranks."""
-
-    model: nn.Module
-    held: Callable[[], Iterable[torch.Tensor]]
-    parted: Callable[[], bool]
-    stale: Callable[[], bool]
-    warned: set[str] = field(default_factory=set)
-
-    def warn(self, what: str, instead: str, frames: int) -> None:
-        """Warn once, on the line that called torch: this number of frames above the wrapped function."""
-        if what not in self.warned:
-            self.warned.add(what)
-            warnings.warn(f"{what}: {instead}", stacklevel=3 + frames)
-
-
-_OPEN: list[Open] = []
-
-
-def _clipping(original: Callable[..., Any], tensors: Any, *more: Any, **options: Any) -> Any:
-    """Look at the gradients whose norm clip_grad_norm_ takes."""
-    tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    for pipe in _OPEN:
-        if pipe.parted() and {id(t.grad) for t in pipe.held()}.intersection(map(id, tensors)):
-            pipe.warn(
-                "torch.nn.utils.clip_grad_norm_ clips by the norm of what this rank holds alone",
-                "use pipe.clip_grad_norm_(max_norm), which has the norm over all ranks",
-                frames=3,
-            )
-    return original(tensors, *more, **options)
-
-
-def _reading(original: Callable[..., Any], module: nn.Module, *more: Any, **options: Any) -> Any:
-    """Look at the module whose state is read."""
-    for pipe in _OPEN:
-        if module is pipe.model and pipe.parted() and pipe.stale():
-            pipe.warn(
-                "model.state_dict() of a model that a pipe trains has old values where other ranks train",
-                "use pipe.state_dict(), or call pipe.sync_model() before; pipe.close() does that too",
-                frames=1,
-            )
-    return original(module, *more, **options)
-
-
-def _scaling(original: Callable[..., Any], scaler: Any, optimizer: Any, *more: Any, **options: Any) -> Any:
-    """Look at the optimizer whose gradients a scaler would divide once more."""
-    driven = {id(one) for group in optimizer.param_groups for one in group["params"]} if scaler.is_enabled() else set()
-    if any(id(one) in driven for pipe in _OPEN for one in pipe.held()):
-        raise UsageError(
-            "torch.amp.GradScaler is used on the gradients of a pipe",
-            why="it would divide them by a scale that they do not have: pipe.step has scaled the loss and divided the "
-            "gradients where the precision needs it",
-            fix='leave the scaler out: pass precision="fp16" to compile, and call `if not pipe.skipped: '
-            "optimizer.step()`; pipe.scaler has the scale",
-        )
-    return original(scaler, optimizer, *more, **options)
-
-
-CALLS: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
-    (torch.nn.utils.clip_grad, "_get_total_norm", _clipping),  # whatever name clip_grad_norm_ was imported under
-    (nn.Module, "state_dict", _reading),
-    (torch.amp.GradScaler, "unscale_", _scaling),
-    (torch.amp.GradScaler, "step", _scaling),
-)
-"""What is wrapped: where it is, its name, and what is called with it and its arguments."""
-_ORIGINALS: list[Callable[..., Any]] = []
-
-
-def notice(pipe: Open) -> Callable[[], None]:
-    """Notice these calls for a pipe; return a function that ends it."""
-    if not _OPEN:
-        _ORIGINALS[:] = [getattr(home, name) for home, name, _ in CALLS]
-        for (home, name, look), original in zip(CALLS, _ORIGINALS, strict=True):
-            setattr(home, name, _wrapped(original, look))
-    _OPEN.append(pipe)
-    return functools.partial(_end, pipe)
-
-
-def _wrapped(original: Callable[..., Any], look: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def call(*args: Any, **options: Any) -> Any:
-        return look(original, *args, **options)
-
-    return call
-
-
-def _end(pipe: Open) -> None:
-    if pipe not in _OPEN:
-        return
-    _OPEN.remove(pipe)
-    if not _OPEN:
-        for (home, name, _), original in zip(CALLS, _ORIGINALS, strict=True):
-            setattr(home, name, original)

@@ -123,6 +123,8 @@ def empty_foreign(session: Session) -> None:
             newest = first in held and session.standing.keeps(first) and session.tensors.piece(first).is_whole
             if tensor.is_meta or first not in trained or (newest and held[first] is tensor):
                 continue
+            if newest and tensor.shape != held[first].shape:
+                continue  # put there by the user, which is why the pipe has failed
             if newest:
                 tensor.copy_(held[first])  # trained here, on another device
             else:
@@ -250,10 +252,19 @@ def gather_gradients(session: Session) -> dict[str, torch.Tensor | None]:
     )
 
 
-def gradient_norm(session: Session, norm_type: float) -> float | None:
-    """Return the norm of all gradients over all stages, None if no rank has one.  Collective."""
+def gradient_norm(session: Session, norm_type: float, limit: float = 0.0) -> float | None:
+    """Return the norm of all gradients over all stages, None if no rank has one.  limit: that is the same on all ranks,
+    or UsageError is raised on all.  Collective."""
     norms = list(own_norms(session, norm_type).values())
-    rows = session.world.gather_numbers([_norm_of(norms, norm_type), float(bool(norms))])
+    rows = session.world.gather_numbers([_norm_of(norms, norm_type), float(bool(norms)), limit])
+    for rank, (*_, other) in enumerate(rows):
+        if other != rows[0][2]:
+            error = UsageError(
+                f"max_norm is {rows[0][2]:g} on rank 0 and {other:g} on rank {rank}",
+                why="each rank would scale its gradients by another factor",
+                fix="pass the same number on every rank",
+            )
+            raise session.world.known(error)
     return _norm_of([row[0] for row in rows], norm_type) if any(row[1] for row in rows) else None
 
 
@@ -277,7 +288,7 @@ def _gradients_here(session: Session) -> dict[str, torch.Tensor]:
 
 def clip_gradients(session: Session, max_norm: float, norm_type: float) -> torch.Tensor:
     """Scale all gradients so that their global norm is at most max_norm, and return the norm before.  Collective."""
-    total = gradient_norm(session, norm_type) or 0.0
+    total = gradient_norm(session, norm_type, float(max_norm)) or 0.0
     scale = max_norm / (total + 1e-6)
     if not scale >= 1.0:  # includes NaN
         for gradient in _gradients_here(session).values():

@@ -6,7 +6,8 @@ capture, tokens, atoms, route and verify linear in the ops; coarsening O(n log n
 bound depend on the number of blocks, which is bounded. "build" is everything after capture and costs. "tokens" is the
 analysis for `token_slices=`, after its second capture; the benchmark fails if it takes more than 1 s of processor time.
 
-    python -m benchmarks.planning.pass_times          about 2 minutes on 2 cores; writes results/pass_times.json
+    python -m benchmarks.planning.pass_times               about 2 minutes on 2 cores; writes results/pass_times.json
+    python -m benchmarks.planning.pass_times --layers 4    some depths; writes nothing
 """
 
 from __future__ import annotations
@@ -102,9 +103,12 @@ def passes(layers: int, runs: int) -> dict[str, float]:
     return {"layers": layers, "ops": len(graph.ops), "blocks": len(blocks.ops), **seconds}
 
 
+LAYERS = [4, 8, 16, 32, 64, 96]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, nargs="+", default=[4, 8, 16, 32, 64, 96])
+    parser.add_argument("--layers", type=int, nargs="+", default=LAYERS)
     parser.add_argument("--runs", type=int, default=3)
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -113,7 +117,8 @@ def main() -> None:
     print("  ".join(f"{name:>18s}" for name in names))
     for row in rows:
         print("  ".join(f"{row[name]:18d}" if isinstance(row[name], int) else f"{row[name]:18.4f}" for name in names))
-    print("written to", write("pass_times", {"rows": rows}).name)
+    if given.layers == LAYERS:
+        print("written to", write("pass_times", {"rows": rows}).name)
 
 
 if __name__ == "__main__":

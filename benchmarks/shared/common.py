@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "benchmarks/results"
+RESULTS = Path(os.environ.get("BENCHMARK_RESULTS", ROOT / "benchmarks/results"))
+"""The variable is for a trial: what was recorded stays as it is."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,12 @@ A rank that posts all its receives before its first action waits for ever under 
 that is issued behind it until its message arrives.  So every rank posts each message, sent or received, at the place
 where the message stands in the order that all ranks share.  Of all messages that have not passed, the first then has
 both ends at the front: it passes, however little is buffered and however many queues there are.
+
+What ranks exchange inside of a compute (`ir.program.inside`) stands in the proof as one collective for each of their
+groups, in the communicator of that group.  One is enough.  The members run the same code, and post nothing else between
+its first and its last exchange; so a compute puts k collectives side by side into the queues of all members, and into
+no other queue.  Where the one passes, all members stand at it, and the k pass before any of them goes on; where k is 0
+nobody waits, and what passes with more waiting passes with less.
 """
 
 from __future__ import annotations
@@ -13,10 +19,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from autopart.ir.actions import ALL, COLLECTIVE, COMPUTE, RECEIVE, SEND, TIED, UPDATE, Action
+from autopart.ir.actions import ALL, COLLECTIVE, COMPUTE, RECEIVE, REPLICAS, SEND, TIED, UPDATE, Action
 from autopart.ir.errors import ProgramError
-from autopart.ir.program import Exchange, Program
-from autopart.ir.shares import copies_of
+from autopart.ir.program import Exchange, Program, inside
+from autopart.ir.shares import copies_of, division
 from autopart.passes.program.nccl_rules import RECEIVED, SENT, Collective, Comm, Item, MessageEnd, Post, Wait, play
 
 _Comm = tuple[str | int, ...]
@@ -95,7 +101,10 @@ def one_copy(program: Program) -> Program:
     first = tuple(ranks[: len(ranks) // copies] for ranks in program.stage_ranks)
     number = {rank: i for i, rank in enumerate(sorted({rank for ranks in first for rank in ranks}))}
     placed = tuple(tuple(number[rank] for rank in ranks) for ranks in first)
-    return replace(program, world=len(number), stage_ranks=placed, divisions=(), posting=())
+    every = [program.division(stage) for stage in range(len(placed))]
+    divisions = tuple(division(each.count // copies, shards=each.shards) for each in every)
+    divided = divisions if any(each.shards > 1 for each in divisions) else ()
+    return replace(program, world=len(number), stage_ranks=placed, divisions=divided, posting=())
 
 
 def _name(send: Action) -> tuple[object, ...]:
@@ -132,14 +141,23 @@ def _collectives(program: Program, action: Action) -> list[tuple[_Comm, str]]:
 
     The sum of tied gradients is one for each parameter, over the ranks that hold it; a group of one rank has none.
     """
-    kind, ranks = action.is_a, program.members(action)
+    kind, label = action.is_a, str(action)
+    if kind.role == COMPUTE:
+        return [((purpose, *ranks), label) for purpose, ranks in inside(program, action)]
     if kind.meets == ALL:
-        return [(HOST, str(action))]
-    if kind.meets != TIED:
-        purpose = "statistics" if kind.role == COMPUTE else "group"
-        return [((purpose, *ranks), str(action))] if len(ranks) > 1 else []
-    own = [(name, program.ranks_of(stages)) for name, stages in program.tied if stages[0] in program.group(action)]
-    return [(("group", *ranks), f"{action.kind} of {name}") for name, ranks in own if len(ranks) > 1]
+        return [(HOST, label)]
+    if kind.meets == TIED:
+        linked = program.group(action)
+        own = [(n, r) for n, stages in program.tied if stages[0] in linked for r in program.tied_ranks(n, stages)]
+        return [(("group", *ranks), f"{action.kind} of {name}") for name, ranks in own if len(ranks) > 1]
+    ranks, divided = program.members(action), program.division(action.stage)
+    found: list[tuple[_Comm, str]] = [(("group", *ranks), label)] if len(ranks) > 1 else []
+    if kind.meets == REPLICAS and min(divided.shards, divided.count) > 1:  # pieces, then buffers
+        placed = program.stage_ranks[action.stage]
+        alike = [tuple(sorted(placed[n :: divided.shards])) for n in range(divided.shards)]
+        found += [(("pieces", *own), label) for own in alike]
+        found.append((("group", *ranks), f"{label} of buffers"))
+    return found
 
 
 def _part(program: Program, rank: int, part: Sequence[Action]) -> list[Item]:
@@ -164,7 +182,7 @@ def _part(program: Program, rank: int, part: Sequence[Action]) -> list[Item]:
                 Wait(("pair", *sorted((rank, source))), source, _name(send)) for source in sources if source != rank
             ]
             continue
-        if role in (COLLECTIVE, COMPUTE, UPDATE) and program.joins(rank, action):
+        if role == COMPUTE or (role in (COLLECTIVE, UPDATE) and program.joins(rank, action)):
             comms = _collectives(program, action)
             found += [Collective(comm, name) for comm, name in comms if comm == HOST or rank in comm]
         done += 1

@@ -6,7 +6,9 @@ whatever the transport buffers or blocks.  By induction nothing waits for ever.
 
 Both ends of a channel between two ranks read the messages off the same order (`Program.posts`): receives are posted in
 the order of the sends, so that channels may be first-in first-out, one for each directed pair of ranks, and carry
-messages of any stages on those ranks.  A compute waits for its own message (edge and slot), not for the next one.
+messages of any stages on those ranks.  A compute waits for its own message (edge and slot), not for the next one.  One
+in which ranks exchange parts of values (`ir.program.inside`) is an action of all of them, for which the induction holds
+as for a sum.
 """
 
 from __future__ import annotations
@@ -97,6 +99,10 @@ def _check_frame(program: Program) -> None:
                 f"stage {stage} runs on ranks {list(ranks)}",
                 why=f"it needs at least one, each once, of 0..{program.world - 1}",
             )
+    divided = [(d.count, d.shards, len(program.stage_ranks[s])) for s in range(stages) for d in [program.division(s)]]
+    if len({shards for _, shards, _ in divided}) > 1 or any(count * n != ranks for count, n, ranks in divided):
+        why = "it is replicas x shards ranks, with as many shards on every stage"
+        raise ProgramError(f"stages have (replicas, shards, ranks) {divided}", why=why)
     pairs = [(edge.src, edge.dst) for edge in program.edges]
     if len(set(pairs)) < len(pairs) or any(not 0 <= src < dst < stages for src, dst in pairs):
         raise ProgramError("edges must be single and point to a later stage", where=str(pairs))

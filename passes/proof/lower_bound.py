@@ -39,7 +39,7 @@ from autopart.passes.graph.cuts import Floats, Ints
 from autopart.passes.proof.prices import Priced, priced_bound
 from autopart.passes.proof.sets import Taken, counts_of, rates_of, rows_needed, sets_of
 from autopart.passes.search.partition import INFEASIBLE
-from autopart.passes.search.space import SearchSpace, fastest_times, gradient_edges, is_chain
+from autopart.passes.search.space import SearchSpace, block_costs, fastest_times, gradient_edges, is_chain
 from autopart.passes.simulation.charges import optimizer_ns
 
 MOST_WORK = 10_000_000
@@ -92,10 +92,8 @@ def work_bound(space: SearchSpace, micro_rows: tuple[int, ...]) -> int:
 
 def _times(space: SearchSpace, rows: int) -> tuple[Floats, Ints]:
     """Return the nanoseconds of each type of device for each block, both ways, and the devices of each type."""
-    types = space.costs.device_types
-    costs = [space.chain.range_costs(Size(rows), device_type).blocks for device_type in range(len(types))]
-    times = np.array([taken[0] + taken[1] for taken in costs], dtype=np.float64)
-    return times, np.array([space.costs.cluster.devices.count(device) for device in types])
+    times = block_costs(space, rows)[:, :2].sum(axis=1).astype(np.float64)
+    return times, np.array([space.costs.cluster.devices.count(device) for device in space.costs.device_types])
 
 
 def _heaviest(weights: Floats, counts: Ints, most: int) -> float:
@@ -146,8 +144,7 @@ def _slices_bound(space: SearchSpace, micro_rows: tuple[int, ...]) -> int:
         return 0
     blocks = [op.parts or (op.name,) for op in space.chain.blocks.ops]
     totals = []
-    for device_type in range(len(space.costs.device_types)):
-        forward, backward = space.chain.range_costs(Size(max(micro_rows)), device_type).blocks[:2]
+    for forward, backward in block_costs(space, max(micro_rows))[:, :2]:
         both_ways = shares.least_ns(blocks, forward, lengths, backward=False)
         both_ways = both_ways + shares.least_ns(blocks, backward, lengths, backward=True)
         totals.append(float(both_ways.min()))

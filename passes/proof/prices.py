@@ -36,7 +36,7 @@ from autopart.passes.graph.cuts import Floats, Ints
 from autopart.passes.ops.cost_model import FIELDS
 from autopart.passes.ops.weight_parts import summed_bytes
 from autopart.passes.proof.sets import Taken, part_ns, rates_of, rows_needed, sets_of
-from autopart.passes.search.space import SearchSpace, is_chain
+from autopart.passes.search.space import SearchSpace, block_costs, is_chain
 from autopart.passes.simulation.charges import optimizer_ns
 
 ENDLESS = 1e20
@@ -90,8 +90,7 @@ class Priced:
     @cached_property
     def _backward_ns(self) -> float:
         """Of all blocks, for a whole micro-batch on the fastest type."""
-        kinds = range(len(self.space.costs.device_types))
-        return float(min(self.space.chain.range_costs(Size(max(self.micro_rows)), k).blocks[1].sum() for k in kinds))
+        return float(block_costs(self.space, max(self.micro_rows))[:, 1].sum(axis=1).min())
 
     @cached_property
     def _saved(self) -> Floats:

@@ -23,7 +23,7 @@ import numpy as np
 from autopart.ir.graph import Size
 from autopart.passes.search.evaluation import Candidate, Evaluation, Search, fitted
 from autopart.passes.search.recomputation import Fitted
-from autopart.passes.search.space import SearchSpace, fastest_sums
+from autopart.passes.search.space import SearchSpace, block_costs, fastest_sums
 from autopart.passes.simulation.estimate import played
 
 CHOICES = 7
@@ -260,18 +260,13 @@ def _arriving_ns(space: SearchSpace, found: Fitted) -> list[int]:
 
 def speeds_of(space: SearchSpace, candidate: Candidate) -> tuple[float, ...]:
     """Return how fast the devices of each position are together, in devices of the fastest type."""
-    whole, kinds = type_times(space, max(candidate.micro_rows)), space.costs.device_types
+    kinds = space.costs.device_types
+    whole = [max(1, int(each.sum())) for each in block_costs(space, max(candidate.micro_rows))[:, :2]]
     starts = accumulate(candidate.widths, initial=candidate.first)
     ranks = [candidate.layout.ranks(start, width) for start, width in zip(starts, candidate.widths, strict=False)]
     devices = space.costs.cluster.devices
     copies = candidate.layout.pipeline_replicas
     return tuple([sum([min(whole) / whole[kinds.index(devices[rank])] for rank in own]) / copies for own in ranks])
-
-
-def type_times(space: SearchSpace, rows: int) -> list[int]:
-    """Return the nanoseconds of all blocks, both ways, on each type of device.  rows: of a micro-batch."""
-    costs = [space.chain.range_costs(Size(rows), kind).blocks for kind in range(len(space.costs.device_types))]
-    return [max(1, int(taken[0].sum() + taken[1].sum())) for taken in costs]
 
 
 def with_even_cuts(candidate: Candidate, space: SearchSpace) -> Candidate | None:

@@ -374,7 +374,12 @@ def fastest_times(space: SearchSpace, rows: int, *, inputs_alone: bool = False) 
 
     rows: of a micro-batch.  inputs_alone: without the part of the backward that makes gradients of weights.
     """
-    by_type = [space.chain.range_costs(Size(rows), device_type) for device_type in range(len(space.costs.device_types))]
-    later = FIELDS.index("weight_ns")
-    times = [c.blocks[0] + c.blocks[1] - (c.blocks[later] if inputs_alone else 0) for c in by_type]
-    return np.asarray(np.min(times, axis=0))
+    costs = block_costs(space, rows)
+    times = costs[:, 0] + costs[:, 1] - (costs[:, FIELDS.index("weight_ns")] if inputs_alone else 0)
+    return np.asarray(times.min(axis=0))
+
+
+def block_costs(space: SearchSpace, rows: int) -> Ints:
+    """Return what each block costs on each type of device, as (types, `FIELDS`, blocks).  rows: of a micro-batch."""
+    kinds = range(len(space.costs.device_types))
+    return np.stack([space.chain.range_costs(Size(rows), kind).blocks for kind in kinds])

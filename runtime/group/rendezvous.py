@@ -93,7 +93,15 @@ def launchers_store(limit_s: float, look: Look = lambda: None) -> tuple[Store, i
 def _connected(host: str, port: int, rank: int, limit_s: float, look: Look) -> Store:
     limit = timedelta(seconds=limit_s)
     if rank == 0 and rank0_has_store():
-        return TCPStore(host, port, is_master=True, wait_for_workers=False, multi_tenant=True, timeout=limit)
+        try:
+            return TCPStore(host, port, is_master=True, wait_for_workers=False, multi_tenant=True, timeout=limit)
+        except (RuntimeError, TypeError) as error:
+            raise ClusterError(
+                f"rank 0 cannot open the store of the run at {host}:{port}",
+                why=(str(error).splitlines() or [""])[0],
+                fix="give each run on a host a port of its own (MASTER_PORT; torchrun --standalone finds one); "
+                "MASTER_ADDR is an address of the host of rank 0",
+            ) from error
     start = time.monotonic()
     with waiting(0):
         while True:
@@ -129,7 +137,7 @@ def _no_store(host: str, port: int, error: Exception) -> WorkerError:
     return WorkerError(
         f"{who} the store at {host}:{port}, did not come or is gone",
         why=(str(error).splitlines() or [""])[0],
-        fix="look for the first error there",
+        fix="look for the first error there; MASTER_ADDR and MASTER_PORT say where, alike on every rank",
     )
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from autopart.ir.cluster import DEVICE_KINDS
-from autopart.ir.errors import AutopartError, ClusterError
+from autopart.ir.errors import AutopartError, ClusterError, RunError
 from autopart.launcher import launcher_variables, torchrun_line
 from autopart.runtime.activity import current, waiting
 from autopart.runtime.group.carriers import CARRIERS, NcclCarrier
@@ -304,6 +304,16 @@ class World:
                 work.wait()
 
         return finished
+
+
+def require_group(world: World) -> None:
+    """Raise RunError if the script has destroyed the group in which ranks exchange messages."""
+    if world.size > 1 and not dist.is_initialized():
+        raise RunError(
+            "the process group was destroyed while the pipe is open",
+            why="ranks exchange all messages in it",
+            fix="leave torch.distributed.destroy_process_group() out: pipe.close() leaves the group",
+        )
 
 
 def _stop_asked(rank: int, *, stepped: bool) -> float:

@@ -46,5 +46,5 @@ def located(error: Exception, action: Action, rank: int, ops: Mapping[str, Op]) 
         f"{action.slot}, {action.is_a.label}: {type(error).__name__}",
         where=", ".join(part for part in (f"rank {rank}", where) if part),
         why=why,
-        fix=fix,
+        fix=fix or "call the model on this batch without autopart: an error there has its cause in the two",
     )

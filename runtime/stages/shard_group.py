@@ -3,8 +3,8 @@
 A change of state is one module: what the forward does with a tensor, and the backward with its gradient.  These
 exchanges stand inside of computes.  All members run the computes of their stages in one order, and autograd runs a
 backward in the reverse order of its forward, so all make the same exchanges in the same order, in a group of their own.
-Messages are awaited between computes, never inside of one, and the proof of a program (`Program.statistics`) lets all
-ranks of a stage meet in each of its computes, of which a group is a part: so what is proven to end ends with them.
+Messages are posted and awaited between computes, never inside of one, and the proof of a program lets the members meet
+in each of their computes (`passes.program.messages`): so what is proven to end ends with them.
 Partial sums are added in the dtype of the product that made them.
 """
 
@@ -49,6 +49,7 @@ class ShardGroup:
     def __init__(self, world: World, ranks: Sequence[int]) -> None:
         self._world, self._ranks = world, tuple(ranks)
         self.index, self.count = self._ranks.index(world.rank), len(self._ranks)
+        self._order = [self._ranks.index(rank) for rank in sorted(ranks)]  # as a group counts them
 
     def summed(self, tensor: torch.Tensor, *, largest: bool = False) -> torch.Tensor:
         """Return the sum, or the largest, of all members' tensors."""
@@ -64,7 +65,8 @@ class ShardGroup:
         on_host = own.cpu() if self._world.staged else own
         found = torch.empty((self.count, *own.shape), dtype=own.dtype, device=on_host.device)
         with waiting():
-            dist.all_gather(list(found), on_host, group=self._world.group(self._ranks, purpose=PURPOSE))
+            parts = [found[place] for place in self._order]
+            dist.all_gather(parts, on_host, group=self._world.group(self._ranks, purpose=PURPOSE))
         return found.to(own.device)
 
 

@@ -187,19 +187,20 @@ def open_sums(world: World, program: Program, of: Mapping[int, Replicated]) -> d
     for stage in dict.fromkeys(a.stage for a in program.order if a.kind in ("R", "U") and a.stage in stages):
         ranks = program.stage_ranks[stage]
         members = tuple(sorted(ranks))
-        group = world.group(members, purpose=f"replicas{opened[members] or ''}" if world.overlaps else "")
+        own = f"{opened[members] or ''}" if world.overlaps else ""
+        group = world.group(members, purpose=f"replicas{own}" if world.overlaps else "")
         opened[members] += 1
-        alike = _open_parts(world, program, stage)
+        alike = _open_parts(world, program, stage, f"pieces{own}")
         if world.rank in ranks:
             found[stage] = ReplicaSums(world, ranks[0], group, of[stage], alike)
     return found
 
 
-def _open_parts(world: World, program: Program, stage: int) -> dist.ProcessGroup | None:
+def _open_parts(world: World, program: Program, stage: int, purpose: str) -> dist.ProcessGroup | None:
     """Open the groups of ranks that have the same pieces, and return that of this rank; None without others."""
     divided, ranks, found = program.division(stage), program.stage_ranks[stage], None
     for first in range(divided.shards if min(divided.shards, divided.count) > 1 else 0):
-        group = world.group(ranks[first :: divided.shards], purpose="pieces")
+        group = world.group(ranks[first :: divided.shards], purpose=purpose)
         found = group if world.rank in ranks[first :: divided.shards] else found
     return found
 

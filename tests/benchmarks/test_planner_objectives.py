@@ -33,7 +33,10 @@ def slow(published: PublishedValue) -> bool:
     return free or any(name in published.file for name in ("gnmt_large", "piper", "xlnet", "bert-48"))
 
 
-CASES = [pytest.param(a, id=str(a), marks=[pytest.mark.slow] if slow(a) else []) for a in published_values()]
+CASES = [
+    pytest.param(a, id=str(a), marks=[pytest.mark.slow] if slow(a) or i % 3 else [])
+    for i, a in enumerate(published_values())
+]
 
 
 @needs_profiles

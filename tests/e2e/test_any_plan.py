@@ -20,11 +20,19 @@ from autopart.passes.program.orders import V
 
 CHUNK = 25
 PAIRED, FOUR = (10, 23, 29, 36, 44, 45, 46), (12, 29, 33, 35)
-"""Seeds that run by default, on two and on four ranks."""
+"""Seeds that run by default, on two and on four ranks; each rank by itself has what its stage computes."""
+TOGETHER_PAIRED, TOGETHER_FOUR = (10, 38), (20, 35, 38)
+"""The same, of setups in which ranks compute together."""
 EXAMPLES = {
-    "a real model": Setup("vit", (8, 7), counts=(1, 1), schedule="1f1b", micros=4, by_options=True, evaluated=True),
     "four slices of grouped attention": Setup(
-        "decoder", (4, 3), counts=(1, 1), schedule="1f1b", micros=2, slices=(7, 5, 3, 1), by_options=True
+        "decoder",
+        (4, 3),
+        counts=(1, 1),
+        schedule="1f1b",
+        micros=2,
+        slices=(7, 5, 3, 1),
+        by_options=True,
+        evaluated=True,
     ),
     "batch norms over all rows of replicas, in several steps": Setup(
         "batch_norm", (9, 8, 8), counts=(2,), schedule="1f1b", micros=2, synced=True, by_options=True
@@ -53,11 +61,17 @@ def check(pool: Workers, *setups: Setup) -> Counter[str]:
 
 
 def test_drawn_setups_on_two_ranks_equal_one_process(pair: Workers) -> None:
-    assert check(pair, *(drawn(seed, 2) for seed in PAIRED))["equal"] == len(PAIRED)
+    assert check(pair, *(drawn(seed, 2, shards=1) for seed in PAIRED))["equal"] == len(PAIRED)
 
 
 def test_drawn_setups_on_four_ranks_equal_one_process(workers: Workers) -> None:
-    assert check(workers, *(drawn(seed, 4) for seed in FOUR))["equal"] == len(FOUR)
+    assert check(workers, *(drawn(seed, 4, shards=1) for seed in FOUR))["equal"] == len(FOUR)
+
+
+def test_ranks_that_compute_together_equal_one_process(pair: Workers, workers: Workers) -> None:
+    found = check(pair, *(drawn(seed, 2) for seed in TOGETHER_PAIRED))
+    found += check(workers, *(drawn(seed, 4) for seed in TOGETHER_FOUR))
+    assert found["equal"] == len(TOGETHER_PAIRED + TOGETHER_FOUR)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -131,5 +145,16 @@ def test_a_failure_is_reduced_to_the_options_that_it_needs() -> None:
 
 def test_setups_differ_in_everything_that_may_be_drawn() -> None:
     setups = [drawn(seed, 4, compiled=0.05) for seed in range(400)]
-    for name in ("schedule", "per_rank", "micros", "counts", "zero", "dtype", "precision", "frozen", "backend"):
+    for name in (
+        "shards",
+        "schedule",
+        "per_rank",
+        "micros",
+        "counts",
+        "zero",
+        "dtype",
+        "precision",
+        "frozen",
+        "backend",
+    ):
         assert len({getattr(setup, name) for setup in setups}) > 1, name

@@ -55,7 +55,7 @@ def _reference(name: str, dtype: torch.dtype, rows: int, micros: int, device: st
 
 
 def trained(
-    name: str, schedule: str, micros: int, rows: int, dtype_name: str, transport: str, model_on: str
+    name: str, schedule: str, micros: int, rows: int, dtype_name: str, transport: str, model_on: str, shards: int = 1
 ) -> tuple[list[float], dict[str, Difference] | None]:
     """Take two accumulated training steps with one stage per rank and compare with one process on a GPU and on CPU.
 
@@ -65,10 +65,11 @@ def trained(
     exact()
     case, dtype, world = EVERY[name], getattr(torch, dtype_name), int(os.environ["WORLD_SIZE"])
     batch, model = moved(case.data(rows, dtype), model_on), case.model(dtype=dtype).to(model_on)
-    options = {"stages": world, "schedule": schedule, "micro_batches": micros, "costs": "analytic", "replicas": 1}
+    options = {"stages": world // shards, "schedule": schedule, "micro_batches": micros, "costs": "analytic"}
     with autopart.compile(
-        model, f"cuda:{world}", sample=batch, loss_fn=case.loss_fn, transport=transport, **options
-    ) as pipe:
+        model, f"cuda:{world}", sample=batch, loss_fn=case.loss_fn, transport=transport, replicas=1,
+        tensor_parallel=shards, **options,
+    ) as pipe:  # fmt: skip
         losses = [pipe.step(batch).item() for _ in range(2)]
         gradients, state, leads = moved(pipe.gradients(), "cpu"), moved(pipe.state_dict(), "cpu"), pipe.rank == 0
         assert all(p.is_cuda for p in pipe.parameters() if p.numel())
@@ -381,3 +382,15 @@ def test_two_stages_on_two_devices_train_as_one_process(
     two: Workers, record_property: Record, name: str, schedule: str
 ) -> None:
     _check(two.run(trained, name, schedule, 4, 10, "float32", "nccl", "cpu"), "float32", record_property)
+
+
+@two_devices
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_two_devices_that_compute_together_train_as_one_process(
+    two: Workers, record_property: Record, name: str
+) -> None:
+    _check(two.run(trained, name, "1f1b", 4, 10, "float32", "nccl", "cpu", 2), "float32", record_property)
+
+
+def test_two_ranks_that_compute_together_on_one_device(two: Workers, record_property: Record) -> None:
+    _check(two.run(trained, "gpt2", "1f1b", 3, 12, "float32", "gloo", "cuda", 2), "float32", record_property)

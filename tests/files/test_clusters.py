@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from autopart.files.clusters import Host, cluster_to_yaml, parse_cluster, save_cluster, this_host
@@ -124,7 +124,6 @@ def test_absurd_counts_are_refused(what: str) -> None:
         parse_cluster(what, env={})
 
 
-@settings(deadline=None)
 @given(st.text(max_size=20) | st.from_regex(r"(cpu|cuda):\d+", fullmatch=True))
 def test_no_string_fails_otherwise(text: str) -> None:
     with suppress(ClusterError):

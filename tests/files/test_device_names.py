@@ -45,7 +45,7 @@ def test_a_device_name_without_data_sheet_is_refused_with_the_near_ones(tmp_path
 FIGURES = {"memory": "24GB", "flops": "{default: 8e13, bfloat16: 1e14}", "memory_bandwidth": "1e12"}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.sampled_from([*DEVICES, "RTX 4090", "epyc"]),
     st.sampled_from(("as it is", "lower", "longer", "shorter", "swapped", "spaced")),

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from support.languages.plans import changed, example, plans
 
 from autopart.files import documents
@@ -18,7 +18,6 @@ from autopart.ir.plan import Alternative, Optimality, Plan, Stage, check
 from autopart.report.plan_diff import diff_plans
 
 
-@settings(deadline=None)
 @given(plans())
 def test_plans_survive_the_round_trip(plan: Plan) -> None:
     text = plan_to_json(check(plan))
@@ -27,7 +26,6 @@ def test_plans_survive_the_round_trip(plan: Plan) -> None:
     assert plan_to_json(again) == text
 
 
-@settings(deadline=None)
 @given(plans(), plans())
 def test_diff_is_empty_for_equal_plans_alone(a: Plan, b: Plan) -> None:
     assert diff_plans(a, a) == "the plans are equal"

@@ -75,7 +75,7 @@ def test_a_file_that_is_too_large_is_refused(tmp_path: Path) -> None:
         autopart.register_schedule(tmp_path / "none.csv")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_any_order_comes_back_as_it_was_written(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     stages, micros = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))

@@ -9,8 +9,7 @@ from pathlib import Path
 
 PRINTED = """
 from support.oracles.drawn_clusters import drawn, found_for
-for seed in (13, 15):
-    print([(e.step_ns, e.candidate, e.decision.stages) for e in found_for(drawn(seed, devices=4, layers=6)).ranked])
+print([(e.step_ns, e.candidate, e.decision.stages) for e in found_for(drawn(13, devices=3, layers=6)).ranked])
 """
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -68,28 +69,34 @@ def bent(m: Layers, x: torch.Tensor) -> torch.Tensor:
 
 
 class Counted(CaptureCache):
-    """A capture cache that records the captured numbers of rows in order."""
+    """A capture cache that records the numbers of rows that it is asked for in order."""
 
-    rows: list[int]
+    rows: tuple[int, ...] = ()
 
     def __call__(self, batch: Any, size: Size, mode: str = "step") -> Any:
-        self.rows = [*getattr(self, "rows", []), size.rows]
+        self.rows = (*self.rows, size.rows)
         return super().__call__(batch, size, mode)
+
+
+@cache
+def captures(extra: Any, meta: bool) -> tuple[Counted, CaptureCache]:
+    """Return captures for planning, and others to match plans with, which all tests of a model have together."""
+    model = Layers(extra).to("meta") if meta else Layers(extra)
+    return Counted(model, F.mse_loss), CaptureCache(model, F.mse_loss)
 
 
 def planned(
     extra: Any = None, rows: int = 8, *, meta: bool = False, runtime: bool = True, **options: Any
-) -> tuple[Planned, list[int]]:
-    model, data = Layers(extra), (torch.ones(rows, 16), torch.ones(rows, 16))
-    if meta:
-        model, data = model.to("meta"), tuple(x.to("meta") for x in data)
-    capturer = Counted(model, F.mse_loss)
+) -> tuple[Planned, tuple[int, ...]]:
+    device = "meta" if meta else "cpu"
+    data = (torch.ones(rows, 16, device=device), torch.ones(rows, 16, device=device))
+    capturer, fresh = captures(extra, meta)
+    capturer.rows = ()
     options = {"replicas": 1, **options} if runtime else options
     read = read_options(costs="analytic", loss_fn=F.mse_loss, optimizer="sgd", **options)
     made = make_plan(capturer, flatten(data, with_target=True), SLOW, read, to_run=runtime)
-    size = Size(max(made.plan.micro_rows))
-    fresh = CaptureCache(model, F.mse_loss)(flatten(data, with_target=True), size)
-    match_plan(made.plan, fresh.graph, torch_version=torch.__version__, world=4)
+    found = fresh(flatten(data, with_target=True), Size(max(made.plan.micro_rows)))
+    match_plan(made.plan, found.graph, torch_version=torch.__version__, world=4)
     return made, capturer.rows
 
 
@@ -268,7 +275,6 @@ def test_sync_batchnorm_has_no_effect_on_a_model_without_batch_norm_and_the_plan
 @pytest.mark.parametrize(
     ("options", "micros", "own"),
     [
-        ({"replicas": 1, "micro_batches": 1}, False, ""),
         ({"replicas": 1, "micro_batches": 4}, True, ""),
         ({"replicas": 2, "micro_batches": 1}, False, "rows"),
         ({"replicas": 2, "micro_batches": 4, "replica_policy": "turn"}, True, "micro-batches"),

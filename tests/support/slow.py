@@ -49,6 +49,7 @@ PARTS = {
     "failures": [
         "e2e/failures/test_faults.py",
         "e2e/failures/test_failures.py",
+        "e2e/failures/test_shard_failures.py",
         "e2e/asynchronous/test_asynchronous_failures.py",
         "e2e/training/test_soak.py",
         "runtime",
@@ -102,6 +103,7 @@ PARTS = {
         "e2e/data/test_losses.py",
         "e2e/training/test_training.py",
         "users/docs/test_examples.py",
+        "users/docs/test_features.py",
         "extras/test_extras.py",
         "users/docs/test_example_scripts.py",
         "users/docs/test_readme.py",

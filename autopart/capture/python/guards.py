@@ -80,7 +80,8 @@ _LIGHTNING = ("lightning.", "pytorch_lightning.")
 def uncompiled(model: nn.Module) -> nn.Module:
     """Return the model that `torch.compile` wrapped, with a warning, or this one: stages are compiled by the plan."""
     inner = getattr(model, "_orig_mod", None)
-    if isinstance(inner, nn.Module) or (isinstance(model, nn.Module) and model._compiled_call_impl is not None):
+    called = model._compiled_call_impl if isinstance(model, nn.Module) else None
+    if isinstance(inner, nn.Module) or (called is not None and not getattr(called, "of_a_pipe", False)):
         warnings.warn(
             'the model was given to torch.compile, which has no effect on a pipeline: backend="inductor" compiles the '
             "stages, and names of parameters are those of the model itself",

@@ -202,21 +202,24 @@ def _sources(session: Session, document: Document, wanted: Wanted) -> tuple[int 
     Raises on all ranks for groups that do not fit, and if state was saved for a parameter that is trained now and that
     no rank's optimizer has."""
     saved = document.optimizer
-    if not wanted.kept.optimizers or saved is None:
+    if saved is None:
         return ()
     with together(session.world, _LOADING):
         mine = groups_of(wanted.kept.optimizers, wanted.driven)
     every = session.world.gather_objects(mine)
+    if not any(every):
+        return ()
     trained = {param.name for param in session.graph.params if param.trainable}
     lost = sorted(saved.tensors.keys() & trained - {name for own in every for group in own for name in group.names})
     try:
+        found = matched(every, saved)
         if lost:
             raise CheckpointError(
                 f"the checkpoint has optimizer state of {lost[0]}, and no rank's optimizer updates it",
                 why=f"{len(lost)} parameters would be trained without their state",
                 fix="make each rank's optimizer from all of pipe.parameters()",
             )
-        return matched(every, saved)
+        return found
     except CheckpointError as error:
         raise session.world.known(error) from None
 

@@ -24,7 +24,7 @@ from autopart.extras.checkpoints.saving import (
     writing,
 )
 from autopart.files.checkpoints.folders import Root
-from autopart.ir.errors import CheckpointError
+from autopart.ir.errors import CheckpointError, UsageError
 from autopart.session.ranks.agreement import from_rank, together
 from autopart.session.ranks.listener import Listener
 from autopart.session.session import Session
@@ -121,6 +121,9 @@ class Checkpoints(Part, Listener):
     def _save(self, session: Session, kept: Kept, keep: int | None, *, wait: bool) -> Path:
         """Write a checkpoint; returns its folder, which exists once it is whole.  Collective; see `Pipe.save`."""
         world = session.world
+        most, least = world.reduce_numbers([float(wait), -float(wait)])
+        if most != -least:
+            raise world.known(UsageError("wait= differs between ranks", fix="pass the same on every rank"))
         self.settle(session)
         with together(world, _SAVING):
             contents = contents_of(self.core, kept.optimizers)

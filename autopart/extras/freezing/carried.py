@@ -42,6 +42,8 @@ def carrying(core: Core, optimizers: Optimizers) -> Callable[[RankContext], None
     each from one rank to the ranks that keep it now."""
     session = core.session
     world = session.world
+    if not any(world.reduce_numbers([float(bool(optimizers))])):
+        return lambda _: None
     require_whole(session.standing.context)
     with together(world, _MOVING):
         names = driven_names(core)

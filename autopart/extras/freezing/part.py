@@ -61,6 +61,8 @@ class Replanning(Part):
         """
         if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 0):
             raise UsageError(f"steps is {steps!r}", fix="pass how many training steps remain")
+        if not isinstance(cache, AutoCache | None):
+            raise UsageError(f"the cache is a {type(cache).__name__}", fix="pass autopart.freeze.AutoCache(8 << 30)")
         found = replan(self.core, steps, given_as("optimizer", optimizer), self._preparing(optimizer), cache)
         if found.adopted:
             for part in self.core.parts.values():
@@ -68,6 +70,4 @@ class Replanning(Part):
         return found
 
     def _preparing(self, optimizer: GivenOptimizer) -> Preparing:
-        if not (optimizers := given_as("optimizer", optimizer)):
-            return lambda: lambda _: None
-        return partial(carrying, self.core, optimizers)
+        return partial(carrying, self.core, given_as("optimizer", optimizer))

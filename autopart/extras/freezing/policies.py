@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from autopart.ir.errors import UsageError
 from autopart.passes.graph.prefixes import Layer, layers_of, prefix_of
 from autopart.session.ranks.agreement import from_rank
 from autopart.session.session import Session
+from autopart.state.misuse_guards import short_tracebacks
 from autopart.state.state_dict import own_norms
 
 Prefix = int | Collection[str]
@@ -21,6 +22,7 @@ Rule = Callable[[int, Mapping[str, float]], Prefix]
 """From the epoch and the norm of each layer's gradient, in the order of layers, to what is frozen."""
 
 
+@runtime_checkable
 class HasSession(Protocol):
     """A pipe, which stands above this room."""
 
@@ -29,6 +31,7 @@ class HasSession(Protocol):
         """The session of this rank."""
 
 
+@short_tracebacks
 class Policy:
     """Freezes the layers that a function says.
 
@@ -40,6 +43,8 @@ class Policy:
     def __init__(self, rule: Rule, *, layers: str | Iterable[str] = ()) -> None:
         """layers: patterns of the paths of modules that are layers, as "encoder.layer.*"; without any, the outermost
         modules with a number as their name."""
+        if not callable(rule):
+            raise UsageError(f"the rule is {rule!r}", fix="pass a function of (epoch, norms), or PipeTransformer()")
         self._rule = rule
         self._patterns = (layers,) if isinstance(layers, str) else tuple(layers)
         self._own: frozenset[str] = frozenset()
@@ -129,6 +134,7 @@ def closed_form(layers: int, alpha: float, epoch: int) -> int:
     return math.ceil(layers * (1 - (1 - alpha) ** epoch) - _ROUNDING)
 
 
+@short_tracebacks
 class PipeTransformer(Policy):
     """Freezes a part `alpha` of the layers that still learn before every epoch but the first, and no layer behind the
     one with the smallest gradient norm (He et al., ICML 2021, section 3.1):

@@ -8,13 +8,15 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self, TextIO
+from typing import Any, Protocol, Self, TextIO, runtime_checkable
 
 from autopart.extras.metrics.metrics import Metrics
 from autopart.extras.metrics.sinks import Sink, installed, opened, require_installed
-from autopart.ir.errors import UsageError
+from autopart.ir.errors import WRITABLE, UsageError
+from autopart.state.misuse_guards import short_tracebacks
 
 
+@runtime_checkable
 class Measured(Protocol):
     """What the log needs of a pipe."""
 
@@ -27,6 +29,7 @@ class Measured(Protocol):
     def metrics(self) -> Metrics: ...
 
 
+@short_tracebacks
 class MetricsLog:
     """Writes the metrics of a pipe, a JSON object a line; rank 0 alone writes.
 
@@ -91,7 +94,7 @@ class MetricsLog:
             self._file.write(line + "\n")
             self._file.flush()
         except (OSError, TypeError) as error:
-            raise UsageError(f"cannot write metrics to {self._path}", why=str(error)) from error
+            raise UsageError(f"cannot write metrics to {self._path}", why=str(error), fix=WRITABLE) from error
         numbers = {name: number for name, number in {**found, **more}.items() if isinstance(number, int | float)}
         del numbers["step"]
         numbers["peak_bytes"] = max(metrics.peak_bytes, default=0)

@@ -38,6 +38,9 @@ class Order:
         return torch.randperm(self.size, generator=generator)
 
 
+_MORE = "pass a dataset with that many samples, or smaller rows="
+
+
 class DataPosition(Part):
     """The part of a pipe that counts the samples of its steps: how far training has come in its data, which checkpoints
     keep, and samplers that go on from there.
@@ -86,7 +89,9 @@ class DataPosition(Part):
                 )
         size = len(dataset)
         if size < (rows if drop_last else 1):
-            raise UsageError(f"the dataset has {size} samples, too few for a batch of {rows}", where="pipe.sampler")
+            raise UsageError(
+                f"the dataset has {size} samples, too few for a batch of {rows}", where="pipe.sampler", fix=_MORE
+            )
         return PositionedSampler(self, Order(size, seed, bool(shuffle)), rows, drop_last)
 
     @property

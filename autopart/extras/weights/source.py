@@ -17,7 +17,7 @@ from autopart.files.checkpoints.document import MASTER, read_document
 from autopart.files.checkpoints.folders import found_at
 from autopart.files.checkpoints.tensor_files import Stored, StoredTensor, TensorFiles, converts, open_tensors, opened
 from autopart.files.reading import listed
-from autopart.ir.errors import CheckpointError, RefusedError, UsageError
+from autopart.ir.errors import CheckpointError, RefusedError, UsageError, UsageWarning
 from autopart.runtime.tensors import like, without_values
 
 _WIDE = (torch.float32, torch.float64)
@@ -64,7 +64,9 @@ class StoredValues:
         unused = sorted(stored.keys() - {name for every in names.values() for name in every})
         if unused:
             warnings.warn(
-                f"{len(unused)} tensors in {self._path} are not in the model, such as {unused[0]}", stacklevel=2
+                f"{len(unused)} tensors in {self._path} are not in the model, such as {unused[0]}",
+                UsageWarning,
+                stacklevel=2,
             )
 
     def values(self, wanted: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:

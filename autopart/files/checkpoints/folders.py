@@ -23,7 +23,7 @@ from typing import TypeVar
 from autopart.files.checkpoints.document import NAME
 from autopart.files.checkpoints.storage import DRAFT, is_file, read, storage_of, write
 from autopart.files.reading import named, unreadable
-from autopart.ir.errors import CheckpointError
+from autopart.ir.errors import CheckpointError, UsageWarning
 
 T = TypeVar("T")
 LATEST, ORDER = "latest", ".order"
@@ -103,6 +103,7 @@ class Root:
             warnings.warn(
                 f"nothing keeps another run from writing into {self.folder}: its file system has no locks; give each "
                 "run a folder of its own",
+                UsageWarning,
                 stacklevel=2,
             )
         return held

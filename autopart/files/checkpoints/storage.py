@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import secrets
 import shutil
 import stat
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from typing import BinaryIO, Protocol
 
 from autopart.files.limits import MAX_BYTES
 from autopart.files.reading import open_regular, read_text
-from autopart.files.storage import lock, unlock
+from autopart.files.storage import drafted, lock, unlock
 from autopart.ir.errors import CheckpointError
 
 DRAFT = ".tmp"
@@ -176,13 +175,8 @@ def write(path: Path, text: str) -> None:
     """Write a UTF-8 file: readers see the old content or the new one, and a failure leaves the old one.  Raises
     OSError."""
     storage = storage_of(path)
-    draft = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}{DRAFT}")
-    try:
+    with drafted(path, storage.remove) as draft:
         with storage.create(draft) as file:
             file.write(text.encode())
             storage.sync(file)
         storage.rename(draft, path)
-    except BaseException:
-        with suppress(OSError):
-            storage.remove(draft)
-        raise

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
 from autopart.ir.errors import printable, shortened
@@ -227,9 +227,16 @@ def limits(path: Sequence[Link], step_ns: int) -> tuple[Table | None, str]:
     return Table("limits", rows), said
 
 
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:  # run from a checkout
+        return "(not installed)"
+
+
 def drawn_here() -> dict[str, str]:
     """Return when, where and with what a page is drawn; nothing of it is in a plan file."""
-    versions = [f"{name} {version(name)}" for name in ("autopart", "torch")]
+    versions = [f"{name} {_version(name)}" for name in ("autopart", "torch")]
     return {
         "drawn": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, on host {platform.node()}",
         "versions": ", ".join([*versions, f"Python {platform.python_version()}", platform.platform(terse=True)]),

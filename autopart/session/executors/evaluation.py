@@ -52,8 +52,7 @@ def evaluation_program(decision: Decision, graph: Graph) -> Program:
     program = forward_program(route(replace(decision, stages=apart, world=len(apart)), graph))
     ranks = tuple(stage.ranks for stage in decision.stages)
     divisions = tuple(stage.division for stage in decision.stages)
-    meeting = tuple(range(len(ranks))) if decision.shards > 1 else ()
-    return replace(program, world=decision.world, stage_ranks=ranks, divisions=divisions, statistics=meeting)
+    return replace(program, world=decision.world, stage_ranks=ranks, divisions=divisions)
 
 
 def evaluation_rule(

@@ -176,7 +176,7 @@ class Executor:
         """Return the verified program for this number of micro-batches."""
         decision, graph = of_micros(self.decision, micros), self._graph
         if self._train:
-            meeting = tuple(range(len(decision.stages))) if decision.shards > 1 else self._synced
+            meeting = tuple(sorted(self._code.rewrites))
             program = training_program(decision, graph, self._code.prologue, self._context.placement, meeting)
         else:
             program = evaluation_program(decision, graph)

@@ -5,11 +5,12 @@ Otherwise the other ranks would wait in their next collective until a timeout.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar
 
-from autopart.ir.errors import AutopartError, PlanError, WorkerError
+from autopart.ir.errors import AutopartError, PlanError, UsageError, WorkerError
 from autopart.runtime.effects import first_line
 from autopart.runtime.group.world import World
 
@@ -80,17 +81,29 @@ def from_rank(world: World, source: int, doing: str, make: Callable[[], T]) -> T
     raise world.known(_rebuilt(told, source, doing, named=False))
 
 
-def require_same_everywhere(world: World, fingerprint: str) -> None:
-    """Raise PlanError on all ranks when they have captured different programs.  Collective."""
-    fingerprints = world.gather_objects(fingerprint)
-    for rank, other in enumerate(fingerprints):
-        if other != fingerprints[0]:
-            error = PlanError(
-                f"ranks 0 and {rank} hold different models or batches",
-                why="their captured programs, or their seeds, differ",
-                fix="build the same model, with the same flags, and pass the same sample and seed on every rank",
-            )
-            raise world.known(error)
+def require_same_everywhere(world: World, fingerprint: str, options: Mapping[str, str]) -> None:
+    """Raise on all ranks when they have captured different programs, or were given different options, which are texts
+    here.  Collective."""
+    fingerprints = world.gather_objects(f"{fingerprint} {hashlib.sha256(repr(options).encode()).hexdigest()}")
+    other = next((rank for rank, own in enumerate(fingerprints) if own != fingerprints[0]), None)
+    if other is None:
+        return
+    every = world.gather_objects(options)
+    name = next((name for name in options if every[other][name] != every[0][name]), None)
+    error: AutopartError
+    if name is not None:
+        error = UsageError(
+            f"{name}= differs between ranks 0 and {other}",
+            why=f"it is {every[0][name]} and {every[other][name]}; rank 0 plans for all",
+            fix="pass the same options on every rank",
+        )
+    else:
+        error = PlanError(
+            f"ranks 0 and {other} hold different models or batches",
+            why="their captured programs differ",
+            fix="build the same model, with the same flags, and pass the same sample on every rank",
+        )
+    raise world.known(error)
 
 
 def _told(failure: BaseException) -> _Told:

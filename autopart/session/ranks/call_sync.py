@@ -11,7 +11,7 @@ from typing import NamedTuple
 from autopart.ir.errors import BatchError, RunError, UsageError
 from autopart.runtime.activity import set_activity
 from autopart.runtime.effects import first_line
-from autopart.runtime.group.world import World
+from autopart.runtime.group.world import World, require_group
 from autopart.session.ranks.agreement import raise_first
 from autopart.session.ranks.listener import Listener
 
@@ -27,7 +27,8 @@ _AS_BEFORE = "Gradients and buffers are as before it"
 _OF_A_LISTENER = 2.0
 """Says, with the place of the listener added, that it returned a rank's failure; 1 is a failure of the call."""
 _ROOM = 128  # counts of a batch that fit into the exchange of a call
-_ALIKE = (4, 6, 7)  # places, in what ranks tell, of what must be equal on all: model version, loss scale, sharded
+_COUNTED = 4  # numbers of what a rank did since its last step
+_ALIKE = (4, 6, 7, 9)  # places, in what ranks tell, of what must be equal on all: model version, scale, sharded, step
 _SAME = (*_ALIKE, 8)
 """As `_ALIKE`, and whether the batches have ended."""
 _CALLS, _RANKS = 1 << 5, 1 << 20
@@ -57,7 +58,9 @@ class Given(NamedTuple):
 class Calls:
     """The collective calls of one rank, numbered, and whether one of them has failed.
 
-    listeners: what hears of them, alike on every rank.  under_way: whether a call runs now."""
+    listeners: what hears of them, alike on every rank.  under_way: whether a call runs now.  counted: returns what this
+    rank did since the last training step, and compare is given the largest and the smallest on rank 0, if they differ.
+    """
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -65,6 +68,8 @@ class Calls:
         self._failure = ""
         self.under_way = False
         self.listeners: list[Listener] = []
+        self.counted: Callable[[], Sequence[float]] = lambda: [_NONE] * _COUNTED
+        self.compare: Callable[[Sequence[float], Sequence[float]], None] = lambda most, least: None
 
     def enter(
         self,
@@ -80,6 +85,7 @@ class Calls:
         counts: Sequence[float] | None = None,
         ended: bool = False,
         loss: float = 0.0,
+        step: int = 0,
     ) -> Callable[[], Given]:
         """Tell every rank of this call, without waiting; return a function that waits until all of them make it, and
         compares what they were given.  Collective.
@@ -88,12 +94,14 @@ class Calls:
         of them at least.  signature, rows: of this rank's batch, "" and 0 if it has none.  version: of its model
         (`CaptureCache.version`).  scale: of the loss.  sharded: whether ranks have rows of their own.  counts: of this
         rank's batch, None if not counted yet.  ended: whether its batches have.  loss: what it adds to `Given.loss`.
+        step: its number.
 
         Ranks learn the largest and the smallest of what must be equal, so that what each does grows with log(ranks);
         only if these differ do they tell each other all, to name who.  The function raises on all ranks: UsageError
         for different calls, BatchError for different batches, different changes of the model, or a batch that is
         missing.
         """
+        require_group(self._world)
         if counts is not None and len(counts) > _ROOM:
             counts = None
         failed = float(failure is not None)
@@ -105,14 +113,21 @@ class Calls:
         set_activity(doing)
         told = [
             float(NAMES.index(name)), float(self._count), failed, digest_of(signature), digest_of(version), float(rows),
-            scale, float(sharded), float(ended),
+            scale, float(sharded), float(ended), float(step),
         ]  # fmt: skip
         turn = needed.index(self._world.rank) if self._world.rank in needed else None
-        reduced = self._world.begin_reducing(_largest(self._world.rank, told, turn, counts), [loss])
+        done = self.counted() if name == "step" else [_NONE] * _COUNTED
+        mine = [*done, *_other_sign(done), *_largest(self._world.rank, told, turn, counts)]
+        reduced = self._world.begin_reducing(mine, [loss])
 
         def settled() -> Given:
             set_activity(doing)  # a step may have begun meanwhile
-            return self._settled(told, failure, needed, version, reduced())
+            found = reduced()
+            given = self._settled(told, failure, needed, version, found[2 * _COUNTED :])
+            most, least = found[:_COUNTED], _other_sign(found[_COUNTED : 2 * _COUNTED])
+            if most != least and self._world.rank == 0:
+                self.compare(most, least)
+            return given
 
         return settled
 
@@ -126,11 +141,11 @@ class Calls:
     ) -> Given:
         """Return what the ranks were given, or raise how they differ.  told: what this rank did, with its failure.
         found: the largest of all ranks.  Collective."""
-        most, least, (failing, missing, absent, uncounted) = found[2:9], found[9:16], found[16:20]
+        most, least, (failing, missing, absent, uncounted) = found[2:10], found[10:18], found[18:22]
         *alike, alike_rows, same = [high in (-low, _NONE) for high, low in zip(most, least, strict=True)]
         if (different := _different_calls(int(found[0]), int(-found[1]))) is not None:
             raise different if any(each.late for each in self.listeners) else self._world.known(different)
-        sharded, (ended, signature, rows) = bool(told[7]), most[3:6]
+        sharded, (ended, signature, rows) = bool(told[7]), most[4:7]
         if failing or absent or not (all(alike) and (alike_rows or sharded)):
             self._compared(self._world.gather_numbers(told), failure, needed, version, sharded=sharded)
         if not same:
@@ -138,7 +153,7 @@ class Calls:
         shards = [rows] * len(needed) if sharded else []
         if sharded and not alike_rows:
             shards = self._world.reduce_numbers([told[5] if r == self._world.rank else _NONE for r in needed])
-        counts = () if uncounted else found[20:-1]
+        counts = () if uncounted else found[22:-1]
         given = max(signature, 0.0), int(max(rows, 0.0)), tuple(map(int, shards))
         return Given(*given, bool(missing), counts, bool(ended), found[-1])
 
@@ -254,7 +269,7 @@ def _largest(rank: int, told: Sequence[float], place: int | None, counts: Sequen
     of the first rank that needs the batch.
 
     told: of this rank.  place: among the ranks that need a batch, None if it does not.  counts: of this rank."""
-    name, number, failed, signature, _, rows, _, sharded, _ = told
+    name, number, failed, signature, _, rows, _, sharded, _, _ = told
     call, holds, needs = (number * _CALLS + name) * _RANKS, bool(signature), place is not None
     shared = [
         *(told[each] for each in _SAME),
@@ -265,8 +280,12 @@ def _largest(rank: int, told: Sequence[float], place: int | None, counts: Sequen
     wanted = place == 0 if sharded else needs
     flags = [failed, float(not holds), float(wanted and not holds), float(counts is None)]
     own = [*(counts or ()), *[0.0] * (_ROOM - len(counts or ()))] if place == 0 else [_NONE] * _ROOM
-    other_sign = [-each if each != _NONE else _NONE for each in shared]
-    return [call + _RANKS - 1 - rank, -call - rank, *shared, *other_sign, *flags, *own]
+    return [call + _RANKS - 1 - rank, -call - rank, *shared, *_other_sign(shared), *flags, *own]
+
+
+def _other_sign(numbers: Sequence[float]) -> list[float]:
+    """Return what makes the smallest of numbers from the largest, and the other way round."""
+    return [-each if each != _NONE else _NONE for each in numbers]
 
 
 def digest_of(text: str) -> float:
@@ -324,6 +343,10 @@ def _different_given(
         what = f"the loss is scaled by {one[6]:g} on rank {first} and by {other[6]:g} on rank {rank}"
         why = "scale= differs, or pipe.scaler was changed, or loaded, on some ranks alone"
         fix = "pass the same scale=, and load the same state, on every rank"
+    elif one[9] != other[9]:
+        what = f"pipe.steps is {one[9]:g} on rank {first} and {other[9]:g} on rank {rank}"
+        why = "it is part of the key of random numbers"
+        fix = "set pipe.steps, and load the same state, on every rank"
     elif one[7] != other[7]:
         what = f"sharded= differs between ranks {first} and {rank}"
         why = "either every rank is given the whole batch, or each its own rows"

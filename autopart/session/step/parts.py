@@ -11,7 +11,7 @@ import torch
 
 from autopart.batch.batch import Batch, split_rows
 from autopart.ir.actions import COMPUTES, FORWARD, Slot, parse_action
-from autopart.ir.errors import RefusedError
+from autopart.ir.errors import RefusedError, UsageWarning
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision, Stage
 from autopart.ir.program import Program
@@ -49,7 +49,7 @@ def fitting_cut(rows: int, decision: Decision, fitting: range) -> tuple[int, ...
 def undivided(decision: Decision) -> Decision:
     """Return a decision whose micro-batches each run whole on one replica of each stage: the first, or whose turn it is
     (the shares of the other replicas round to no row)."""
-    alone = (replace(s, shares=(_ALL, *[1] * (len(s.ranks) - 1))) if s.division.splits else s for s in decision.stages)
+    alone = (replace(s, shares=(_ALL, *[1] * (s.replicas - 1))) if s.division.splits else s for s in decision.stages)
     return replace(decision, stages=tuple(alone))
 
 
@@ -110,6 +110,7 @@ def warn_of_other_batches(world: World, batch: Batch | None, needing: Sequence[i
             f"ranks {first} and {other} were given different batches; only that of rank {first} is used, and rows that "
             "other ranks have are left out: give every rank the same batches (no DistributedSampler, no "
             "accelerator.prepare(loader), the same seed for shuffling), or None where pipe.needs_data is False",
+            UsageWarning,
             stacklevel=2,
         )
 

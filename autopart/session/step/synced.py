@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from autopart.ir.errors import BatchError, RefusedError, UsageError
+from autopart.ir.errors import BatchError, RefusedError
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision
 from autopart.ir.shares import parts_of_all
@@ -56,8 +56,8 @@ def rewrites_of(
 ) -> dict[int, list[Callable[[StageModule], None]]]:
     """Return what changes the code of each stage whose ranks compute together.
 
-    synced: the stages that share batch statistics; others divide parameters.  Raises UsageError over NCCL, and
-    RefusedError for ranks that do not hold the pieces that they would compute with."""
+    synced: the stages that share batch statistics; others divide parameters.  Raises RefusedError for ranks that do not
+    hold the pieces that they would compute with."""
     found: dict[int, list[Callable[[StageModule], None]]] = defaultdict(list)
     needed = placement_of(graph, decision, placement.held)
     for name in {**placement.cuts, **needed.cuts}:
@@ -73,28 +73,12 @@ def rewrites_of(
             found[number] += [partial(each.rewrite, world=world, ranks=stage.ranks) for each in dividing]
         if number in synced:
             found[number].append(partial(share_statistics, statistics=BatchStatistics(world, stage.ranks)))
-    if found and world.carrier is not None:
-        raise UsageError(
-            f"{'sync_batchnorm' if synced else 'a sharded parameter'} does not run over NCCL yet",
-            why="its sums stand inside of computes, for which the order of communicators is not proven",
-            fix='use transport="gloo"' + ", or sync_batchnorm=False" * bool(synced),
-        )
     return found
 
 
 def members_of(world: World, decision: Decision) -> dict[int, Members]:
-    """Return the ranks that compute parts of the rows of this one, by stage; none without tensor parallelism.
-
-    Raises UsageError over NCCL."""
-    if decision.shards == 1:
-        return {}
-    if world.carrier is not None:
-        raise UsageError(
-            "tensor_parallel does not run over NCCL yet",
-            why="its exchanges stand inside of computes, for which the order of communicators is not proven",
-            fix='use transport="gloo"',
-        )
-    own = decision.stages_of_rank(world.rank)
+    """Return the ranks that compute parts of the rows of this one, by stage; none without tensor parallelism."""
+    own = decision.stages_of_rank(world.rank) if decision.shards > 1 else ()
     return {stage: ShardGroup(world, decision.stages[stage].shard_group(world.rank)) for stage in own}
 
 

@@ -48,8 +48,9 @@ from autopart.passes.simulation.estimate import work_of
 from autopart.passes.simulation.simulate import Work
 from autopart.passes.simulation.stage_costs import own_bytes, stage_contexts
 
-SHAPES = 8
-"""Plans of different shapes that are tried under other orders."""
+SHAPES = 4
+"""Plans of different shapes that are tried under other orders; of short programs twice as many, and as many of those
+that are best under plain 1F1B: the others of its family may suit devices in another order."""
 ORDERED = 1
 """Plans, of those with listed orders, that get a searched one."""
 SMALL = 20_000
@@ -99,8 +100,9 @@ def ways(request: PlanRequest) -> list[Way]:
 def _trials(search: Search) -> Iterator[tuple[Way, Evaluation, SearchSpace]]:
     """Yield the orders that the request allows, each with a plan that it may shorten, and the space to cut again."""
     fine, allowed = search.asked, ways(search.asked.request)
-    # What is best under plain 1F1B, too: the others of its family may suit devices in another order.
-    best = [*search.finalists(SHAPES), *search.finalists(SHAPES, schedule=FAMILY[0])] if allowed else []
+    best = search.finalists(SHAPES) if allowed else []
+    if best and actions_of(best[0].candidate) <= SMALL:
+        best = [*search.finalists(2 * SHAPES), *search.finalists(2 * SHAPES, schedule=FAMILY[0])]
     different = {(found.candidate.bounds, found.candidate.ranks, found.candidate.micro_rows): found for found in best}
     shapes = [found for found in different.values() if _may_gain(found, fine)]
     search.other_orders = bool(shapes)

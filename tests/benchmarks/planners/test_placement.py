@@ -90,7 +90,7 @@ def test_the_middle_of_a_chain_is_cut_where_it_balances() -> None:
     assert place(chain([1, 2, 3, 4])).optimality == Optimality(6, 6, 0.0, True)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problems())
 def test_the_line_is_the_best_cut_of_its_order(problem: Problem) -> None:
     """Compare with every placement that is contiguous along the order, with machines in every order."""
@@ -106,7 +106,7 @@ def test_the_line_is_the_best_cut_of_its_order(problem: Problem) -> None:
         assert is_contiguous(problem, found.machine)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(problems(), st.booleans(), st.booleans())
 def test_the_exact_placement_is_the_best_of_all(problem: Problem, contiguous: bool, hinted: bool) -> None:
     best = brute(problem, contiguous=contiguous)

@@ -41,7 +41,7 @@ def every_cut(times: Ints) -> Iterator[tuple[int, int]]:
     batch=st.integers(1, 4),
     others=st.sampled_from([0.0, 1.0, 4.5, 30.0]),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_no_cut_of_rows_and_tokens_is_better(seed: int, cells: int, batch: int, others: float) -> None:
     times = {rows: drawn(seed + rows, cells, 60 * rows) for rows in range(1, batch + 1)}
     cuts = {rows: list(every_cut(own)) for rows, own in times.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from autopart.capture.python.reads import late as room
@@ -15,7 +15,6 @@ TOKENS = 3
 _eq, _and = torch.ops.aten.eq.Tensor, torch.ops.aten.bitwise_and.Tensor
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, 1), min_size=TOKENS, max_size=TOKENS), min_size=2, max_size=4), st.booleans())
 def test_late_masks_answer_like_whole_ones(documents: list[list[int]], hides: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:

@@ -153,7 +153,7 @@ def check_random(seed: int) -> None:
     compare(model, batch(given), micro_batches=2)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_random_masks_are_left_dropped_or_made_causal_rightly(seed: int) -> None:
     check_random(seed)
 

@@ -36,8 +36,10 @@ class Net(nn.Module):
         return loss
 
 
-@pytest.mark.parametrize("counts", ["", "+=", "add_", "assigned"])
-@pytest.mark.parametrize("keeps", ["", "item", "shape", "detach", "same"])
+@pytest.mark.parametrize(
+    ("counts", "keeps"),
+    [("", ""), ("", "item"), ("+=", "shape"), ("add_", "detach"), ("assigned", "same"), ("assigned", "detach")],
+)
 def test_a_buffer_is_updated_and_an_assigned_attribute_is_warned_of(counts: str, keeps: str) -> None:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

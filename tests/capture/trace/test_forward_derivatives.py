@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -71,10 +71,21 @@ class Slope(nn.Module):
         return (out.pow(2) + slope.pow(2)).mean()
 
 
-def exact(part: Part) -> bool:
+class Slopes(nn.Module):
+    """Several of them, each with its own weights, whose gradients tell which one is not exact."""
+
+    def __init__(self, parts: Iterable[Part]) -> None:
+        super().__init__()
+        self.each = nn.ModuleList(map(Slope, parts))
+
+    def forward(self, x: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch.stack([slope(x, v) for slope in self.each]).sum()
+
+
+def exact(*parts: Part) -> bool:
     """Return whether a step is exact; False for a refusal that says what to do.  The process is as it was."""
     torch.manual_seed(0)
-    model = Slope(part).double()
+    model = Slopes(parts).double()
     batch = {"x": torch.randn(8, 3).double(), "v": torch.randn(8, 3).double()}
     expected = model(**batch)
     expected.backward()
@@ -99,9 +110,8 @@ def exact(part: Part) -> bool:
     return done
 
 
-@pytest.mark.parametrize("name", ADVISED)
-def test_a_forward_derivative_written_as_advised_is_exact(name: str) -> None:
-    assert exact(ADVISED[name])
+def test_forward_derivatives_written_as_advised_are_exact() -> None:
+    assert exact(*ADVISED.values())
 
 
 DEFAULT = ("silu", "selu", "square", "softmax", "layer_norm", "square of the mean", "product", "views", "sorted")

@@ -182,7 +182,7 @@ def _check(pool, name, counts, micros, rows):
     ("name", "counts", "micros", "rows"),
     [
         ("tied", (2, 1), 2, (8,)),  # a mean over tokens with ignored labels
-        ("late_inputs", (1, 2), 2, (6,)),  # Python values, and inputs read by a later stage
+        pytest.param("late_inputs", (1, 2), 2, (6,), marks=SLOW),  # Python values, and inputs read by a later stage
         pytest.param("llama_tied", (2, 1), 2, (8,), marks=SLOW),  # masks, which the whole batch shows to be unnecessary
         pytest.param("tied", (2, 2), 3, (10, 14, 3), marks=SLOW),  # also fewer rows than replicas
         *(

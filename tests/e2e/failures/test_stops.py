@@ -35,16 +35,17 @@ def test_asynchronous_training_stops_after_the_same_batch(pair: Workers) -> None
     assert asked[-1] and 2 <= len(asked) <= 6 and len(asked) <= steps <= len(asked) + 3
 
 
-def test_a_run_that_is_killed_and_later_preempted_at_its_launcher_is_saved_and_not_restarted(
-    pair: Workers, tmp_path: Path
+@pytest.mark.parametrize("killed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_run_that_is_preempted_at_its_launcher_is_saved_and_not_restarted_even_if_it_was_killed_before(
+    pair: Workers, tmp_path: Path, killed: bool
 ) -> None:
-    faults = [Fault("kill", 1, 3, "backward"), Fault("term-launcher", 0, 4, "forward")]
+    faults = [Fault("kill", 1, 3, "backward")] * killed + [Fault("term-launcher", 0, 4, "forward")]
     run = Run(str(tmp_path / "run"), faults, restarts=3)
     code, output = runs.play("launch", run)
     assert code == 0, output
-    assert output.count("restart 1 of 3") == 1 and "restart 2" not in output and "SIGKILL" in output
+    assert output.count("restart 1 of 3") == killed and "restart 2" not in output and ("SIGKILL" in output) == killed
     expected = pair.run(run_script.finish, str(tmp_path / "whole"), run.plan, 5)
-    asked = {str(step): step == 4 for step in (2, 3, 4)}
+    asked = {str(step): step == 4 for step in range(2 * killed, 5)}
     assert runs.results(run, "launch") == [[digest, asked] for digest in expected]
     assert str(autopart.latest(run.folder)).endswith("step-00000005")
 
@@ -81,7 +82,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(("grace", "second"), [pytest.param("1", False, marks=pytest.mark.slow), ("100", True)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("grace", "second"), [("1", False), ("100", True)])
 def test_ranks_that_do_not_stop_are_killed_after_the_grace_or_by_a_second_sigterm(
     tmp_path: Path, grace: str, second: bool
 ) -> None:

@@ -114,7 +114,7 @@ def own_files(folder: str) -> str:
 TWO_STAGES = {"stages": 2, "micro_batches": 2}
 
 
-@pytest.mark.parametrize("source", ["files", "init"])
+@pytest.mark.parametrize("source", ["files", pytest.param("init", marks=pytest.mark.slow)])
 def test_a_step_from_the_meta_device_equals_that_of_the_whole_model(pair, tmp_path, source):
     whole, _ = built("llama_tied")
     whole.save_pretrained(tmp_path)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import os
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,45 +11,25 @@ from typing import Any
 import pytest
 import torch
 from support.extending.shards_in_process import captured_at
+from support.models.tokens.by_hand import Gpt
 from support.models.zoo import CASES
 from support.workers import Workers
 from torch import nn
+from torch.optim import swa_utils
 
 import autopart
 from autopart.files.plans import plan_from_json, plan_to_json
 from autopart.ir.actions import COMPUTE, SEND
+from autopart.ir.errors import BatchError
+from autopart.ir.program import inside
+from autopart.passes.program.messages import check_messages
 from autopart.passes.program.routing import route
 from autopart.passes.program.verify import check_program
 from autopart.report.plan_diff import diff_plans
+from autopart.runtime.sums.replicas import ReplicaSums
+from autopart.session.placement import Placement
 
 EXACT = 1e-10
-
-
-class Gpt(nn.Module):
-    """Two blocks with one product for queries, keys and values, written by hand; its logits are those of its words."""
-
-    def __init__(self, width: int = 16, heads: int = 4, words: int = 24, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.heads, self.drop = heads, nn.Dropout(dropout)
-        self.words = nn.Embedding(words, width)
-        self.places = nn.Parameter(torch.randn(8, width))
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(4))
-        self.qkv = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(2))
-        self.out = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
-        self.up = nn.ModuleList(nn.Linear(width, 32) for _ in range(2))
-        self.down = nn.ModuleList(nn.Linear(32, width) for _ in range(2))
-        self.head = nn.Linear(width, words, bias=False)
-
-    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        x = self.words(ids) + self.places
-        rows, tokens, width = x.shape
-        for n in range(2):
-            parts = self.qkv[n](self.norms[2 * n](x)).view(rows, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-            q, k, v = parts.unbind(0)
-            scores = (q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5).softmax(-1)
-            x = x + self.drop(self.out[n]((self.drop(scores) @ v).transpose(1, 2).reshape(rows, tokens, width)))
-            x = x + self.down[n](nn.functional.gelu(self.up[n](self.norms[2 * n + 1](x))))
-        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten(), ignore_index=-1)
 
 
 def gpt() -> nn.Module:
@@ -158,22 +139,128 @@ def resumed(world: int, given: dict[str, Any], folder: str, *, load: bool) -> di
         return {"loaded": loaded, "state": state, "steps": (float(loss), float(norm), gradients)}
 
 
-SAVED: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({"tensor_parallel": 2, "stages": 1}, {"stages": 2}),
-    ({"stages": 2}, {"tensor_parallel": 2, "stages": 1}),
+SAVED: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
+    (2, {"tensor_parallel": 2, "stages": 1}, {"stages": 2}),
+    (2, {"stages": 2}, {"tensor_parallel": 2, "stages": 1}),
+    (4, {"tensor_parallel": 4, "stages": 1}, {"stages": 3}),
+    (4, {"tensor_parallel": 4, "stages": 1}, {"tensor_parallel": 2, "stages": 2}),
+    (4, {"tensor_parallel": 2, "stages": 2}, {"tensor_parallel": 4, "stages": 2, "stages_per_rank": 2}),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("first", "then"), SAVED)
+@pytest.mark.parametrize(("world", "first", "then"), SAVED)
 def test_checkpoints_are_of_whole_tensors(
-    first: dict[str, Any], then: dict[str, Any], pair: Workers, tmp_path: Path
+    world: int, first: dict[str, Any], then: dict[str, Any], pair: Workers, workers: Workers, tmp_path: Path
 ) -> None:
-    saved = pair.run(partial(resumed, load=False), 2, first, str(tmp_path))
-    again = pair.run(partial(resumed, load=True), 2, then, str(tmp_path))
+    pool = pair if world == 2 else workers
+    saved = pool.run(partial(resumed, load=False), world, first, str(tmp_path))
+    again = pool.run(partial(resumed, load=True), world, then, str(tmp_path))
     for before, after in zip(saved, again, strict=True):
         assert all(torch.equal(after["loaded"][name], tensor) for name, tensor in before["state"].items())
     require_like_one_process([{**a, "steps": [s["steps"], a["steps"]]} for s, a in zip(saved, again, strict=True)])
+
+
+def carried(world: int, given: dict[str, Any], other: dict[str, Any]) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    """Train a step, go on under another plan, train another one; return both, and the average of the weights."""
+    torch.set_num_threads(1)
+    found = []
+    with autopart.compile(gpt(), **options(world, **given)) as pipe:
+        for seed in (1, 2):
+            optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+            found.append((pipe.step(*batch(seed)).item(), pipe.gradients()))
+            optimizer.step()
+            optimizer.zero_grad()
+            if seed == 1:
+                plan = autopart.plan(gpt(), **options(world, **other))
+                with pytest.raises(autopart.UsageError, match="is held in pieces, whose optimizer state cannot move"):
+                    pipe.adopt(plan, optimizer)
+                pipe.adopt(plan)
+                assert pipe.plan.decision.shards == other.get("tensor_parallel", 1)
+        averaged = autopart.AveragedModel(pipe, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9))
+        for seed in (3, 4):
+            pipe.step(*batch(seed))
+            torch.optim.SGD(pipe.parameters(), lr=0.1).step()
+            averaged.update_parameters()
+        with averaged.applied():
+            return found, {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("given", "other"),
+    [
+        ({"tensor_parallel": 2, "stages": 2}, {"tensor_parallel": 4, "stages": 1}),
+        ({"tensor_parallel": 4, "stages": 1}, {"stages": 4}),
+        ({"stages": 2, "replicas": 2}, {"tensor_parallel": 2, "stages": 2}),
+    ],
+)
+def test_weights_move_to_a_plan_with_other_pieces_and_averages_are_of_whole_tensors(
+    given: dict[str, Any], other: dict[str, Any], workers: Workers
+) -> None:
+    results = workers.run(carried, 4, given, other)
+    model = gpt()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    averaged = swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9))
+    for number, seed in enumerate((1, 2, 3, 4)):
+        loss = model(*batch(seed))
+        loss.backward()
+        for found, _ in results if number < 2 else ():
+            own, gradients = found[number]
+            assert own == pytest.approx(loss.item(), rel=EXACT)
+            for name, parameter in model.named_parameters():
+                torch.testing.assert_close(gradients[name], parameter.grad, rtol=EXACT, atol=1e-13)
+        optimizer.step()
+        if number < 2:
+            optimizer.zero_grad()
+        if number >= 2:
+            averaged.update_parameters(model)
+    for _, state in results:
+        for name, tensor in averaged.module.state_dict().items():
+            torch.testing.assert_close(state[name], tensor, rtol=1e-9, atol=1e-12)
+
+
+def guarded(trap: str) -> str:
+    """Train a step, with or without a guard; return what is wrong, "" for nothing."""
+    torch.set_num_threads(1)
+    expected, _ = plain()
+    own = batch(1)
+    with pytest.MonkeyPatch.context() as patch:
+        if "norm" in trap:
+            right = Placement.owned_by
+            patch.setattr(Placement, "owned_by", lambda self, rank: {**right(self, 0), **right(self, rank)})
+        if "summed" in trap:
+            patch.setattr(ReplicaSums, "_launch", lambda self, bucket: None)
+        if "batches" in trap and int(os.environ["RANK"]):
+            own = batch(9)[0], own[1]
+        if trap.endswith("unseen"):
+            patch.setattr("autopart.session.executors.preparation.digest", lambda tensors: 1.0)
+        with autopart.compile(gpt(), **options(2, tensor_parallel=2, stages=1)) as pipe:
+            try:
+                loss = pipe.step(*own).item()
+            except BatchError as error:
+                return str(error)
+            norm, gradients = float(pipe.clip_grad_norm_(0.1)), pipe.gradients()
+    plain_loss, plain_norm, others = expected[0]
+    off = [name for name, other in others.items() if not torch.allclose(gradients[name], other, rtol=EXACT, atol=1e-13)]
+    wrong = ["loss"] * (abs(loss / plain_loss - 1) > EXACT) + ["norm"] * (abs(norm / plain_norm - 1) > EXACT)
+    return ", ".join([*wrong, *off])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("trap", "says"),
+    [
+        ("", "^$"),
+        ("a norm that counts whole parameters on every rank", "^norm, "),
+        ("gradients of whole parameters that nothing summed", "^norm, "),
+        ("batches that differ in a group", "replicas of the first stage were given different batches"),
+        ("batches that differ in a group, unseen", "^loss, norm, "),
+    ],
+)
+def test_without_its_guard_a_step_is_wrong(trap: str, says: str, pair: Workers) -> None:
+    found = pair.run(guarded, trap)
+    assert all(re.search(says, each) for each in found), found
 
 
 @pytest.mark.slow
@@ -261,17 +348,17 @@ def test_auto_takes_the_fastest_of_all_that_fit_and_shows_the_others() -> None:
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 def test_members_of_a_group_run_the_same_computes_in_one_order(schedule: str) -> None:
-    """The lemma behind exchanges inside of computes: each group is a subset of the ranks that a compute is proven to
-    bring together, its members have equal sequences of computes, and messages go to the same place of another group."""
+    """The lemma behind exchanges inside of computes: each group is one that a compute is proven to bring together, its
+    members have equal sequences of computes, and messages go to the same place of another group."""
     plan = autopart.plan(gpt(), **options(4, tensor_parallel=2, stages=2, schedule=schedule, micro_batches=4))
     graph = captured_at(gpt(), batch(0))[0].graph
-    program = check_program(replace(route(plan.decision, graph), statistics=(0, 1)), schedule)
+    program = check_messages(check_program(route(plan.decision, graph), schedule))
     for stage in plan.stages:
         first, second = (
             [action for action in program.part(rank) if action.is_a.role == COMPUTE] for rank in stage.ranks
         )
         assert first == second and first
-        assert all(set(stage.ranks) <= set(program.members(action)) for action in first)
+        assert all(inside(program, action) == (("shards", stage.ranks),) for action in first)
     moved = [each for action in program.order if action.is_a.role == SEND for each in program.transfers(action)]
     assert moved and all((each.src_rank - each.dst_rank) % 2 == 0 for each in moved)
 

@@ -313,8 +313,9 @@ def _check(results, precision, steps, at_most=2e-2, first=1e-6):
 @pytest.mark.parametrize(
     ("name", "precision", "steps", "options"),
     [
-        *(("tied", precision, 6, {"stages": 2}) for precision in ("bf16", "fp16")),
+        ("tied", "fp16", 6, {"stages": 2}),
         ("tied", "bf16", 2, {"stages": 2, "recompute": "all", "schedule": "gpipe"}),
+        pytest.param("tied", "bf16", 6, {"stages": 2}, marks=SLOW),
         pytest.param("tied", "fp16", 2, {"stages": 2, "recompute": "all", "schedule": "gpipe"}, marks=SLOW),
         *(
             pytest.param(name, precision, 50, {"stages": 2}, marks=SLOW)

@@ -27,16 +27,15 @@ import autopart
 from autopart.ir.errors import BatchError, PlanError
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "split", "schedule", "clip"),
-    sampled(
-        [
-            ("tied", ["body.layers.0", "body.layers.2", "head"], "1f1b", 0.1),
-            ("tied", 2, "gpipe", None),
-            ("stack", 3, "gpipe", 5),
-            ("shared_by_all", ["layers.1", "layers.2", "layers.3"], "1f1b", 0.1),
-        ]
-    ),
+    [
+        ("tied", ["body.layers.0", "body.layers.2", "head"], "1f1b", 0.1),
+        ("tied", 2, "gpipe", None),
+        ("stack", 3, "gpipe", 5),
+        ("shared_by_all", ["layers.1", "layers.2", "layers.3"], "1f1b", 0.1),
+    ],
 )
 def test_optimizer_states_and_weights_equal_one_process(workers, name, split, schedule, clip):
     results = workers.run(optimize, name, split, schedule, 4, clip)
@@ -124,9 +123,7 @@ def test_dropout_depends_on_step_and_seed_but_not_on_stages_or_recomputation(wor
             assert found == losses
             assert alone
             assert all(torch.allclose(grads[n], gradients[n], rtol=1e-5, atol=1e-8) for n in gradients)
-    again = workers.run(dropout, 1, "1f1b", 5)[0][0]
     other = workers.run(dropout, 1, "1f1b", 6)[0][0]
-    assert again == losses
     assert not set(other) & set(losses)
 
 

@@ -148,7 +148,7 @@ ZERO = {"cluster": "cpu:2", "stages": 1, "replicas": 2, "zero": 1, "micro_batche
     [
         ("swa", [STAGES, ZERO]),
         ("ema", [ZERO, LOSS_ALONE]),
-        ("own", [LOSS_ALONE, ZERO]),
+        pytest.param("own", [LOSS_ALONE, ZERO], marks=pytest.mark.slow),
     ],
     ids=["swa-stages-zero", "ema-zero-loss", "own-loss-zero"],
 )

@@ -34,7 +34,7 @@ def restarted(position: DataPosition) -> DataPosition:
     return new
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(size=st.integers(1, 40), parts=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), max_size=12))
 def test_each_sample_comes_once_an_epoch_however_often_a_run_is_cut(size: int, parts: list[tuple[int, int]]) -> None:
     dataset, position = range(size), start()

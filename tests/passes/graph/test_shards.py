@@ -52,7 +52,7 @@ def parts(array: np.ndarray, state: State, shards: int) -> list[np.ndarray]:
 
 
 @given(FACTORS, st.lists(st.booleans(), min_size=4, max_size=4), st.lists(st.booleans(), min_size=4, max_size=4))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_a_cut_of_a_reshape_is_the_reshape_of_the_parts(sizes: list[int], one: list[bool], other: list[bool]) -> None:
     source, target = grouped(sizes, one), grouped(sizes, other)
     op = Op("y", "aten.reshape.default", ("x",), ("y",), attrs=(("self", "%x"), ("shape", target)))
@@ -72,7 +72,7 @@ def test_a_cut_of_a_reshape_is_the_reshape_of_the_parts(sizes: list[int], one: l
 
 
 @given(st.lists(FACTORS, min_size=2, max_size=5))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_factors_always_multiply_to_their_axes(sides: list[list[int]]) -> None:
     factors = Factors()
     for number, sizes in enumerate(sides):

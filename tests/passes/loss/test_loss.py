@@ -349,7 +349,7 @@ def test_only_experts_and_constants_need_the_numeric_test() -> None:
 
 
 def once(examples: int) -> settings:
-    return settings(max_examples=examples, deadline=None, derandomize=True, phases=[Phase.generate])
+    return settings(max_examples=examples, derandomize=True, phases=[Phase.generate])
 
 
 @once(1)

@@ -59,7 +59,7 @@ def test_slices_wait_for_no_micro_batch_of_a_replica_that_comes_later(schedule: 
         proven(Decision(5, stages, (1,) * micros, schedule, token_slices=(3, 1)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(decisions())
 def test_every_program_is_proven_and_simulated_as_it_is_played(decision: Decision) -> None:
     program = proven(decision)

@@ -5,11 +5,12 @@ With split backwards, several stages a rank, replicas, tied parameters, and asyn
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
 import pytest
-from support.languages.broken_programs import ALL, made, mutated
+from support.languages.broken_programs import ALL, GROUPS, made, mutated
 from support.oracles.acted import acted
 from support.oracles.strict import hangs, issued
 
@@ -34,11 +35,11 @@ def test_programs_as_they_are_made_are_accepted_and_act(name: str) -> None:
     assert acted(program, schedule) == "" and hangs(issued(program)) == []
 
 
-def compare(count: int, seed: int) -> tuple[int, int]:
+def compare(count: int, seed: int, names: Sequence[str] = ALL) -> tuple[int, int]:
     """Break programs; return how many are still good, and how many hang or are mixed up."""
     draw, verdicts = Random(seed), [0, 0]
     for number in range(count):
-        program, schedule = made(ALL[number % len(ALL)])
+        program, schedule = made(names[number % len(names)])
         broken = mutated(program, draw)
         why, what = refused(broken, schedule), acted(broken, schedule)
         assert bool(why) == bool(what), f"{broken}\nverifier: {why}\nacted: {what}"
@@ -57,6 +58,17 @@ def test_the_verifier_refuses_what_hangs_or_is_mixed_up_and_nothing_else() -> No
 @pytest.mark.slow
 def test_the_verifier_refuses_what_hangs_or_is_mixed_up_and_nothing_else_2000_times() -> None:
     good, bad = compare(2000, seed=1)
+    assert good >= 200 and bad >= 1000
+
+
+def test_with_exchanges_inside_of_computes_it_refuses_what_hangs_and_nothing_else() -> None:
+    good, bad = compare(30, seed=2, names=GROUPS)
+    assert good >= 2 and bad >= 10
+
+
+@pytest.mark.slow
+def test_with_exchanges_inside_of_computes_it_refuses_what_hangs_and_nothing_else_2000_times() -> None:
+    good, bad = compare(2000, seed=3, names=GROUPS)
     assert good >= 200 and bad >= 1000
 
 

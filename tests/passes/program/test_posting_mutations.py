@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from random import Random
 from typing import NamedTuple
 
 import pytest
-from support.languages.broken_programs import ALL, made
+from support.languages.broken_programs import ALL, GROUPS, made
 
 from autopart.ir.program import Exchange, Program
 from autopart.passes.program.messages import issued, with_posting
-from autopart.passes.program.nccl_rules import play
+from autopart.passes.program.nccl_rules import Collective, play
+from autopart.passes.program.nccl_rules import Item as Issued
 
 
 class Post(NamedTuple):
@@ -97,6 +99,10 @@ def _queue(program: Program, rank: int) -> deque[Item]:
             if len(members) > 1 and program.joins(rank, action):
                 group = program.group(action) if action.is_a.meets == "tied" else action
                 found.append(Meet(f"{action.kind} of {group}", members))
+            ranks, shards = program.stage_ranks[max(0, action.stage)], program.division(max(0, action.stage)).shards
+            if shards > 1 and action.is_a.role == "compute":
+                first = ranks.index(rank) // shards * shards
+                found.append(Meet(str(action), tuple(sorted(ranks[first : first + shards]))))
             done += 1
         while exchanges and exchanges[0].after <= done:
             exchange = exchanges.popleft()
@@ -142,11 +148,11 @@ def mutated(program: Program, draw: Random) -> Program:
     return replace(program, posting=tuple(map(tuple, posting)))
 
 
-def compare(count: int, seed: int) -> tuple[int, int]:
+def compare(count: int, seed: int, names: Sequence[str] = SENT) -> tuple[int, int]:
     """Break posting orders; return how many still pass, and how many hang or are mixed up."""
     draw, verdicts = Random(seed), [0, 0]
     for number in range(count):
-        broken = mutated(with_posting(made(SENT[number % len(SENT)])[0]), draw)
+        broken = mutated(with_posting(made(names[number % len(names)])[0]), draw)
         why, what = play(*issued(broken)), posted(broken)
         assert bool(why) == bool(what), f"{broken.posting}\nrules: {why}\nposted: {what}"
         verdicts[bool(what)] += 1
@@ -167,3 +173,36 @@ def test_nccls_rules_refuse_what_hangs_or_is_mixed_up_and_nothing_else() -> None
 def test_nccls_rules_refuse_what_hangs_or_is_mixed_up_and_nothing_else_2000_times() -> None:
     good, bad = compare(2000, seed=1)
     assert good >= 200 and bad >= 1000
+
+
+@pytest.mark.slow
+def test_with_exchanges_inside_of_computes_they_refuse_what_hangs_and_nothing_else_2000_times() -> None:
+    good, bad = compare(2000, seed=2, names=GROUPS)
+    assert good >= 200 and bad >= 1000
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_one_collective_for_each_compute_stands_for_all_that_it_makes(name: str) -> None:
+    """Where a compute makes several, the same queues end; where it makes none, more of them."""
+    draw = Random(name)
+    for _ in range(30):
+        queues, members = issued(mutated(with_posting(made(name)[0]), draw))
+        ends = not play(queues, members)
+        counts = {label: draw.randint(1, 4) for label in _computes(queues)}
+        assert ends == (not play([_each(queue, counts) for queue in queues], members))
+        none = dict.fromkeys(counts, 0)
+        assert not ends or not play([_each(queue, none) for queue in queues], members)
+
+
+def _computes(queues: Sequence[Sequence[Issued]]) -> list[str]:
+    labels = {i.label: None for queue in queues for i in queue if isinstance(i, Collective) and i.comm[0] == "shards"}
+    return [label for label in labels if label != "opening"]
+
+
+def _each(queue: Sequence[Issued], counts: Mapping[str, int]) -> list[Issued]:
+    """A queue in which each compute makes so many exchanges."""
+    found: list[Issued] = []
+    for item in queue:
+        count = counts.get(item.label) if isinstance(item, Collective) and item.comm[0] == "shards" else None
+        found += [item] if count is None else [replace(item, label=f"{item.label} {n}") for n in range(count)]
+    return found

@@ -51,7 +51,7 @@ def decisions(draw: st.DrawFn) -> Decision:
     return made
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(decisions(), st.integers(1, 7))
 def test_every_program_is_proven_under_both_transports_rules(made: Decision, batches: int) -> None:
     require_two_versions(made)
@@ -62,7 +62,7 @@ def test_every_program_is_proven_under_both_transports_rules(made: Decision, bat
         assert kinds["U", stage] == -(-batches * len(made.micro_rows) // every)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(decisions(), st.integers(1, 7))
 def test_a_forward_stands_behind_the_updates_of_its_version_and_no_version_is_kept_for_nothing(
     made: Decision, batches: int
@@ -92,7 +92,7 @@ def test_a_forward_stands_behind_the_updates_of_its_version_and_no_version_is_ke
             assert most[stage] == rhythm.versions(stage)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(0, 40))
 def test_versions_are_those_of_the_definition(replicas: list[int], batch: int) -> None:
     rhythm = streaming_of(decision(tuple(replicas), "turn", 1))
@@ -100,7 +100,7 @@ def test_versions_are_those_of_the_definition(replicas: list[int], batch: int) -
         assert rhythm.version(stage, batch) == version(stage, batch, replicas, STASHED)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(decisions(), st.integers(1, 9))
 def test_ticks_of_the_ring_without_what_does_not_exist_are_the_program_of_any_number_of_batches(
     made: Decision, batches: int

@@ -74,7 +74,7 @@ def pipelines(problem: PipelineModel) -> list[tuple[int, ...]]:
     return found
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(lines())
 def test_the_certificate_is_the_least_of_all_pipelines(problem: PipelineModel) -> None:
     ways = pipelines(problem)
@@ -87,7 +87,7 @@ def test_the_certificate_is_the_least_of_all_pipelines(problem: PipelineModel) -
     assert early == ways[-1] and bound.lower_bound <= found.objective
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=7), st.integers(1, 3), st.integers(1, 6))
 def test_on_a_chain_all_positions_before_count(times: list[int], spots: int, micros: int) -> None:
     problem = line(times, chain(len(times)), min(spots, len(times)), micros)
@@ -122,7 +122,7 @@ def played(problem: PipelineModel, where: tuple[int, ...], rng: Random) -> int:
     return max(free)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(lines(), st.randoms(use_true_random=False))
 def test_no_schedule_is_shorter(problem: PipelineModel, rng: Random) -> None:
     for where in rng.sample(ways, min(5, len(ways))) if (ways := pipelines(problem)) else ():

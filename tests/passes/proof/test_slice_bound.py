@@ -32,7 +32,7 @@ def shares(draw: st.DrawFn) -> SliceShares:
     return SliceShares(TOKENS, costs, behind, once, draw(st.integers(0, 300)), weights, weights, **rest)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(shares(), st.data(), st.booleans())
 def test_no_stages_take_less_than_the_bound(known: SliceShares, data: st.DataObject, backward: bool) -> None:
     names = st.sampled_from([*known.costs])

@@ -28,7 +28,7 @@ def sliced(stages: int, micros: int, schedule: str, fwd_ns: list[int], bwd_ns: l
     return step_ns(p, replace(work, slices=tuple(parts) if len(parts) > 1 else ()))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 10**6), st.integers(1, 7), st.integers(1, 4), st.integers(1, 5))
 def test_the_objective_of_the_cut_is_the_simulated_step(seed: int, cells: int, micros: int, stages: int) -> None:
     """Fill-drain, equal stages, backwards twice as long as forwards: exactly, not about."""
@@ -42,7 +42,7 @@ def test_the_objective_of_the_cut_is_the_simulated_step(seed: int, cells: int, m
     assert step == micros * sum(times) + (stages - 1) * max(times)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.sampled_from(SCHEDULES),
     st.sampled_from(["a | b c d", "a b | c d", "a | b | c | d"]),

@@ -62,7 +62,7 @@ def flow_shop(jobs: Sequence[int], stages: int) -> int:
     most=st.sampled_from([3, 50, 10**9]),
     absent=st.sampled_from([0.0, 0.4]),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_no_cut_of_the_tokens_is_better(
     seed: int, cells: int, micros: int, others: float, most: int, absent: float
 ) -> None:
@@ -80,7 +80,7 @@ def test_twelve_cells(seed: int) -> None:
 
 
 @given(seed=st.integers(0, 10**6), cells=st.integers(1, 9), micros=st.integers(1, 3), stages=st.integers(1, 6))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_objective_is_the_time_of_equal_stages(seed: int, cells: int, micros: int, stages: int) -> None:
     times = drawn(seed, cells, 100)
     others = other_stages([7] * stages)

@@ -81,7 +81,7 @@ def test_sorting_and_sorting_back_passes_where_the_rows_are_back() -> None:
     assert found["end"] and not found["index"] and found["index_1"]
 
 
-@pytest.mark.parametrize("rows", [(2, 3), (2, 4), (3, 4), (1, 6)])
+@pytest.mark.parametrize("rows", [(2, 3), (1, 6)])
 def test_any_two_sizes_will_do(rows: tuple[int, int]) -> None:
     assert proven(routed, data(), rows=rows)["end"]
 

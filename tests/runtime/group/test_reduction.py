@@ -85,7 +85,7 @@ class _Done:
         pass
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data(), st.integers(1, 37), st.integers(1, 4), st.integers(0, 2))
 def test_a_tree_of_any_number_of_ranks_finds_the_largest_and_the_sums_alike_on_all(
     data: st.DataObject, size: int, largest: int, summed: int

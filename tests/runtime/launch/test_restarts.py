@@ -3,6 +3,7 @@ the table of faults)."""
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 from pathlib import Path
@@ -16,6 +17,7 @@ from autopart.launcher import restart_count
 from autopart.runtime.group.rendezvous import launchers_store
 from autopart.runtime.launch import restarts
 from autopart.runtime.launch.local import launch
+from autopart.runtime.launch.starting import forked
 
 
 def die_until(times: int) -> tuple[int, bool]:
@@ -51,10 +53,18 @@ def raise_anew() -> None:
 pytestmark = pytest.mark.timeout(200)
 
 
+@pytest.fixture
+def from_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start ranks in milliseconds: how they start does not matter here."""
+    monkeypatch.setattr(restarts, "Fleet", functools.partial(restarts.Fleet, start=forked))
+
+
+@pytest.mark.usefixtures("from_a_fork")
 def test_ranks_are_started_again_after_a_death_with_a_store_of_their_own() -> None:
     assert launch(die_until, 2, 1, restarts=1, timeout=150) == [(1, True), (1, True)]
 
 
+@pytest.mark.usefixtures("from_a_fork")
 def test_the_same_error_twice_ends_the_run_although_restarts_are_left(tmp_path: Path) -> None:
     with pytest.raises(WorkerError, match="ZeroDivisionError") as caught:
         launch(raise_always, 1, tmp_path, restarts=5, timeout=150)
@@ -62,6 +72,7 @@ def test_the_same_error_twice_ends_the_run_although_restarts_are_left(tmp_path: 
     assert any("the same error twice is not tried again" in note for note in caught.value.__notes__)
 
 
+@pytest.mark.usefixtures("from_a_fork")
 def test_exhausted_restarts_raise_the_last_failure_and_name_the_earlier_ones() -> None:
     with pytest.raises(WorkerError, match="ValueError: generation 1") as caught:
         launch(raise_anew, 1, restarts=1, timeout=150)

@@ -97,7 +97,7 @@ def after_reading(me: int, states: dict[int, RankState], *, late: bool) -> tuple
     raise AssertionError("it never ends")
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(worlds())
 def test_ranks_that_look_at_few_find_together_what_one_that_sees_all_finds(states: dict[int, RankState]) -> None:
     waiting = [rank for rank, state in states.items() if state.waiting]

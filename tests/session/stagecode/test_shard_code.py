@@ -9,9 +9,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from support.extending.shards_in_process import Group, captured_at, drawn, errors
+from support.extending.shards_in_process import Group, captured_at, drawn, errors, run_whole
 from support.models.random_models import Random, batch_of, steps
-from support.models.zoo import CASES
+from support.models.tokens.by_hand import Gpt
+from support.models.zoo import CASES, PHI3
 from torch import nn
 
 from autopart.ir.errors import PlanError, RefusedError
@@ -22,11 +23,18 @@ from autopart.runtime.stages import shard_group
 
 EXACT = 1e-10
 FAST = ("gpt2", "llama_tied")
-MODELS = ("gpt2", "llama_tied", "qwen3", "bert", "t5", "vit", "mixtral", "opt", "gpt_neox", "gemma2")
+MODELS = (
+    "gpt2", "llama_tied", "llama", "qwen3", "bert", "t5", "vit", "mixtral", "phi3", "opt", "gpt_neox", "gemma2",
+    "by hand",
+)  # fmt: skip
 
 
 def captured_case(name: str) -> Any:
-    case = CASES[name]
+    if name == "by hand":
+        torch.manual_seed(0)
+        ids = torch.randint(0, 24, (4, 8))
+        return captured_at(Gpt().double(), (ids, ids.roll(-1, 1)))
+    case = PHI3 if name == "phi3" else CASES[name]
     return captured_at(case.model(dtype=torch.float64), case.data(4, torch.float64))
 
 
@@ -47,12 +55,14 @@ def test_models_are_exact_under_the_rule(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_models_are_exact_under_any_legal_assignment(name: str) -> None:
     captured, inputs = captured_case(name)
-    for seed in range(200 if name in FAST else 40):
-        assert errors(captured, inputs, drawn(captured.graph, 2, seed)) < EXACT, seed
+    expected = run_whole(captured, inputs)
+    found = [errors(captured, inputs, drawn(captured.graph, 2, seed), expected=expected) for seed in range(200)]
+    print(f"{name}: 200 random assignments, worst error {max(found):.1e}")
+    assert max(found) < EXACT, found.index(max(found))
 
 
 @given(steps(), st.integers(0, 1 << 16))
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, suppress_health_check=list(HealthCheck))
 def test_random_programs_are_exact_under_any_legal_assignment(program: tuple, seed: int) -> None:
     given = batch_of(4)
     batch = {name: t.double() if t.is_floating_point() else t for name, t in given.items() if t is not None}

@@ -80,7 +80,7 @@ def recomputed(draw: st.DrawFn, parts: PARTS) -> dict[int, PARTS]:
 
 def quiet(examples: int) -> settings:
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
-    return settings(max_examples=examples, deadline=None, suppress_health_check=checks, derandomize=True)
+    return settings(max_examples=examples, suppress_health_check=checks, derandomize=True)
 
 
 WAYS = 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -27,6 +27,8 @@ from autopart.stagecode.shards import shard_code
 from autopart.stagecode.split import cut
 
 Tensors = Mapping[str, torch.Tensor]
+Result = tuple[torch.Tensor, dict[str, torch.Tensor | None]]
+"""A loss, and the gradients of parameters."""
 _ONE_AT_A_TIME = threading.Lock()
 """Threads share the generator of the process."""
 
@@ -119,7 +121,18 @@ def _copy(tensor: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
     return torch.nn.Parameter(made, of.requires_grad) if isinstance(of, torch.nn.Parameter) else made
 
 
-def _run(code: StageModule, tensors: Tensors, inputs: Tensors) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
+def _code(captured: Captured, groups: Sequence[Collection[str]]) -> StageModule:
+    graph = captured.graph
+    ops = [op.name for op in graph.ops]
+    return cut(captured, ops, [graph.outputs[0]], torch.device("cpu"), groups=groups)
+
+
+def run_whole(captured: Captured, inputs: Tensors) -> Result:
+    """Return the loss and the gradients of a captured program in one piece."""
+    return _run(_code(captured, ()), {name: _copy(t, t) for name, t in captured.tensors.items()}, inputs)
+
+
+def _run(code: StageModule, tensors: Tensors, inputs: Tensors) -> Result:
     with micro_key(0, 0, 0):
         loss = code.module(*code.arguments(tensors), *[inputs[name] for name in code.inputs])[0]
         loss.backward()
@@ -127,15 +140,19 @@ def _run(code: StageModule, tensors: Tensors, inputs: Tensors) -> tuple[torch.Te
     return loss.detach(), trained
 
 
-def errors(captured: Captured, inputs: Tensors, assignment: Assignment, group: Group | None = None) -> float:
-    """Return the largest relative error of the loss and of any gradient, against the same program whole."""
+def errors(
+    captured: Captured,
+    inputs: Tensors,
+    assignment: Assignment,
+    group: Group | None = None,
+    expected: Result | None = None,
+    again: Sequence[Collection[str]] = (),
+) -> float:
+    """Return the largest relative error of the loss and of any gradient, against the same program whole.
+
+    expected: of that (`run_whole`).  again: groups of ops that run again in the backward."""
     group, graph = group or Group(assignment.shards), captured.graph
     count = group.count
-
-    def code() -> StageModule:
-        ops = [op.name for op in graph.ops]
-        return cut(captured, ops, [graph.outputs[0]], torch.device("cpu"))
-
     found: list[Any] = [None] * count
     patch = pytest.MonkeyPatch()
 
@@ -144,7 +161,7 @@ def errors(captured: Captured, inputs: Tensors, assignment: Assignment, group: G
             own = {
                 name: _copy(part(t, assignment.states[name], index, count), t) for name, t in captured.tensors.items()
             }
-            found[index] = _run(shard_code(code(), graph, assignment, group.member(index)), own, inputs)
+            found[index] = _run(shard_code(_code(captured, again), graph, assignment, group.member(index)), own, inputs)
         except BaseException as error:
             found[index] = error
             group.barrier.abort()
@@ -159,7 +176,7 @@ def errors(captured: Captured, inputs: Tensors, assignment: Assignment, group: G
     failures = [each for each in found if isinstance(each, BaseException)]
     for failure in sorted(failures, key=lambda each: isinstance(each, threading.BrokenBarrierError)):
         raise failure
-    loss, gradients = _run(code(), {name: _copy(t, t) for name, t in captured.tensors.items()}, inputs)
+    loss, gradients = expected or run_whole(captured, inputs)
     scale = max((g.norm().item() for g in gradients.values() if g is not None), default=0.0) or 1.0
     worst = max(abs((own - loss) / loss).item() for own, _ in found)
     for name, gradient in gradients.items():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -18,6 +18,7 @@ from autopart.ir.decision import Stage
 from autopart.ir.errors import AutopartError, PlanError, RunError
 from autopart.ir.graph import Graph, Size
 from autopart.ir.plan import Decision, Plan, Provenance, check
+from autopart.ir.shares import Piece
 from autopart.passes.program.messages import check_messages
 from autopart.passes.program.named import SEARCHED
 from autopart.passes.program.orders import placed
@@ -89,6 +90,7 @@ class Trained:
     losses: of each batch.  gradients: before each step of the optimizer.  state: parameters and buffers of the model.
     values, optimizer: parameters that this rank updates, and what its optimizer keeps for them.  (gradients and state
     are the same on all ranks, and returned by rank 0.)  evaluated: the loss of the first batch, where it is asked for.
+    pieces: what this rank has of a parameter, if not all.
     """
 
     losses: list[float]
@@ -97,6 +99,7 @@ class Trained:
     values: Tensors
     optimizer: dict[str, Tensors]
     evaluated: float = 0.0
+    pieces: Mapping[str, Piece] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -138,11 +141,12 @@ def play(setup: Setup) -> Trained | Refused:
             assert not pipe.skipped
             state, held = dict(pipe.state_dict()), {n: p for n, p in pipe.named_parameters() if p.numel()}
             evaluated = pipe.eval_loss(batches_of(setup)[0]).item() if setup.evaluated else 0.0
-            leads = pipe.rank == 0
+            leads, placement = pipe.rank == 0, pipe.session.standing.context.placement
             return Trained(
                 losses, gradients if leads else [], state if leads else {},
                 {name: parameter.detach().clone() for name, parameter in held.items()},
                 {name: state_of(optimizer, parameter) for name, parameter in held.items()}, evaluated,
+                {name: placement.piece(pipe.rank, name) for name in held if name in placement.cuts},
             )  # fmt: skip
     except RunError:
         raise
@@ -178,6 +182,7 @@ def _options(setup: Setup) -> dict[str, Any]:
         "micro_batches": setup.micros, "zero": setup.zero, "bucket_bytes": setup.bucket_bytes,
         "recompute": "all" if setup.recompute else "off", "token_slices": setup.slices or None,
         "replica_policy": setup.policies[0] if setup.policies else None, "precision": setup.precision,
+        "tensor_parallel": setup.shards,
     }  # fmt: skip
 
 
@@ -193,7 +198,10 @@ def plan_of(graph: Graph, setup: Setup) -> Plan:
         schedule = registered(setup.placement, workers, setup.split, setup.seed)
     if schedule == SEARCHED:
         order = tuple(map(" ".join, drawn_order(homes, setup.micros, setup.split, setup.seed)))
-    starts = [0, *itertools.accumulate(setup.counts)]
+    starts = [0, *itertools.accumulate(count * setup.shards for count in setup.counts)]
+    placed_on = [list(range(*pair)) for pair in pairwise(starts)]
+    for own in placed_on if setup.shards > 1 else ():
+        draw.shuffle(own)
     provenance = Provenance(
         graph.shape_digest(), graph.structure_digest(), torch.__version__, precision=setup.precision
     )
@@ -205,8 +213,8 @@ def plan_of(graph: Graph, setup: Setup) -> Plan:
             again = ops[: round(setup.recompute * len(ops))]
             shares = setup.shares[home] if setup.shares else ()
             policy = setup.policies[home] if setup.policies else "split"
-            ranks = tuple(range(starts[home], starts[home + 1]))
-            stages.append(Stage(ops, ranks, (again,) if again else (), shares, policy))
+            ranks = tuple(placed_on[home])
+            stages.append(Stage(ops, ranks, (again,) if again else (), shares, policy, shards=setup.shards))
         decision = Decision(
             setup.world, tuple(stages), split_rows(setup.rows[0], setup.micros), schedule, setup.zero,
             token_slices=setup.slices, bucket_bytes=setup.bucket_bytes, order=order,
@@ -230,8 +238,10 @@ def _as_asked(pipe: Pipe, setup: Setup) -> None:
     """Check that the plan is what was asked for, and its program under the rules of Gloo and of NCCL."""
     decision = pipe.plan.decision
     assert len(decision.stages) == len(setup.counts) * setup.per_rank
-    assert sorted(len(stage.ranks) for stage in decision.stages) == sorted(setup.counts * setup.per_rank)
+    assert sorted(stage.replicas for stage in decision.stages) == sorted(setup.counts * setup.per_rank)
+    assert decision.shards == setup.shards
     assert decision.zero == setup.zero and decision.token_slices == setup.slices
     assert len(decision.micro_rows) == setup.micros
-    assert setup.recompute < 1 or all(stage.recompute for stage in decision.stages)
+    recomputing = any if setup.by_options else all  # the planner leaves out stages that would save nothing
+    assert setup.recompute < 1 or recomputing(stage.recompute for stage in decision.stages)
     check_messages(check_program(pipe.program, pipe.plan.schedule))

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopart
-from autopart.state.misuse_guards import CALLS
+from autopart.state.torch_calls import CALLS
 from support.jobs.step_jobs import cluster, refusal_of
 from support.models import misleading_models
 from support.models.loss_models import LOSSES

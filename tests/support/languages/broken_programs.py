@@ -9,7 +9,7 @@ from random import Random
 from autopart.ir.actions import Action
 from autopart.ir.plan import Decision, Stage
 from autopart.ir.program import Program
-from autopart.ir.shares import Policy
+from autopart.ir.shares import Policy, division
 from autopart.passes.program.routing import route
 from autopart.passes.program.stream import stream_program
 from support.languages.graphs import graph
@@ -30,7 +30,14 @@ CASES: dict[str, tuple[str, tuple[tuple[int, ...], ...], int, tuple[str, ...]]] 
     "interleaved": ("interleaved", ((0,), (1,), (0,), (1,)), 3, ()),
     "gpipe on one rank": ("gpipe", ((0,), (0,), (0,), (0,)), 2, ()),
     "searched": ("searched", ((0,), (1,), (1,), (0,)), 2, ORDER),
+    "1f1b, groups": ("1f1b", ((0, 1), (2, 3), (4, 5), (6, 7)), 3, ()),
+    "zb-h1, groups of replicas": ("zb-h1", ((0, 1, 2, 3), (4, 5), (6, 7), (8, 9, 10, 11)), 2, ()),
+    "zb-v, groups": ("zb-v", ((0, 1), (2, 3), (2, 3), (0, 1)), 3, ()),
+    "interleaved, groups": ("interleaved", ((0, 1, 2), (3, 4, 5), (0, 1, 2), (3, 4, 5)), 3, ()),
+    "gpipe, groups on other ranks": ("gpipe", ((0, 1), (3, 2), (4, 5), (7, 6)), 2, ()),
 }
+GROUPS = tuple(name for name in CASES if "groups" in name)
+"""Those whose ranks compute together, two or three."""
 
 STREAMS: dict[str, tuple[str, tuple[int, ...], Policy, int]] = {
     "pipedream": ("pipedream", (1, 1, 1, 1), "split", 1),
@@ -76,13 +83,21 @@ def made(name: str) -> tuple[Program, str]:
         return streamed(name)
     schedule, ranks, micros, order = CASES[name]
     world = 1 + max(rank for own in ranks for rank in own)
-    stages = tuple(Stage((op,), own) for op, own in zip("abcd", ranks, strict=True))
+    shards = (3 if name == "interleaved, groups" else 2) if name in GROUPS else 1
+    stages = tuple(Stage((op,), own, shards=shards) for op, own in zip("abcd", ranks, strict=True))
     return route(Decision(world, stages, (1,) * micros, schedule, order=order), graph(SKIPS)), schedule
 
 
 def mutated(program: Program, draw: Random) -> Program:
-    """One to three changes: places, kinds, micro-batches, stages and peers; something left out, or twice."""
+    """One to three changes: places, kinds, micro-batches, stages and peers; something left out, or twice.  Of a program
+    with groups, rarely, the groups of a stage: others, or none."""
     order, kinds = list(program.order), list("FBIWU" if program.rhythm else "FBIW")
+    if program.division(0).shards > 1 and draw.random() < 0.1:
+        divided, stage = list(program.divisions), draw.randrange(len(program.divisions))
+        ranks = len(program.stage_ranks[stage])
+        shards = draw.choice([n for n in range(1, ranks + 1) if ranks % n == 0])
+        divided[stage] = division(ranks // shards, shards=shards)
+        return replace(program, divisions=tuple(divided))
     for _ in range(draw.choice([1, 1, 1, 2, 3])):
         one, two = draw.randrange(len(order)), draw.randrange(len(order))
         action = order[one]

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hypothesis import settings
 from hypothesis import strategies as st
 
 from autopart.ir.cluster import Cluster, Device, Level, Link
@@ -17,10 +16,6 @@ from autopart.passes.pipeline import PlannerInput, build
 from autopart.passes.search.space import PlanRequest
 from autopart.passes.simulation.stage_costs import device_types
 from support.languages.parse import parse_graph as graph
-
-# No limit on the time of one example: the tests share their cores with worker processes of other tests.
-settings.register_profile("autopart", deadline=None, max_examples=60)
-settings.load_profile("autopart")
 
 
 def cluster(

@@ -21,11 +21,11 @@ class Setup:
     """How to train a model.
 
     model: a name of `any_plan.case_of`.  rows: of each batch; the optimizer steps after the first and after the last.
-    counts: replicas of each worker, in a world of so many ranks, of which others idle.  per_rank: stages of each
-    worker.  schedule: DRAWN draws an order in which a backward is split with the probability `split`.  shares and
-    policies: of each worker's replicas, () for equal shares and "split".  recompute: the part of each stage's ops.
-    frozen: the first so many parameters do not learn.  by_options: the planner cuts, instead of the seed.  evaluated:
-    a loss after training, too.
+    counts: replicas of each worker, of `shards` ranks each, in a world of so many ranks, of which others idle.
+    per_rank: stages of each worker.  schedule: DRAWN draws an order in which a backward is split with the probability
+    `split`.  shares and policies: of each worker's replicas, () for equal shares and "split".  recompute: the part of
+    each stage's ops.  frozen: the first so many parameters do not learn.  by_options: the planner cuts, instead of the
+    seed.  evaluated: a loss after training, too.
     """
 
     model: str = "stack"
@@ -34,6 +34,7 @@ class Setup:
     counts: tuple[int, ...] = (1,)
     per_rank: int = 1
     placement: str = LOOP
+    shards: int = 1
     schedule: str = "gpipe"
     split: float = 1.0
     micros: int = 1
@@ -59,6 +60,11 @@ class Setup:
         """Return the call that makes it, with what differs from the defaults."""
         told = [f for f in fields(self) if getattr(self, f.name) != f.default]
         return f"Setup({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in told)})"
+
+    @property
+    def used(self) -> int:
+        """The number of ranks that do not idle."""
+        return sum(self.counts) * self.shards
 
     @property
     def half(self) -> bool:
@@ -102,6 +108,19 @@ REAL = (
     "mistral_packed", "llama_eager", "mistral_eager", "gpt2_eager", "qwen3_moe",
 )  # fmt: skip
 REAL_COUPLED, REAL_WHOLE = ("resnet",), ("bert", "roberta", "t5", "vit", "convnext", "resnet")
+_CUT_BY_FOUR = (
+    "basic", "shared_embedding", "small_param", "decoder_window", "decoder_written", "gpt2", "gemma2", "bert", "t5",
+    "vit", *[f"random {n}" for n in (0, 1, 2, 3, 4, 5, 7, 9, 12, 14, 23, 27, 38, 39)],
+)  # fmt: skip
+SHARDED = {
+    4: _CUT_BY_FOUR,
+    2: (
+        *_CUT_BY_FOUR, "tied", "stack", "stack_sum", "frozen", "late_inputs", "checkpointed", "transposed", "in_place",
+        "embedding", "tril_softmax", "is_causal", "exp_of_scores", "with_padding", "documents", "relative_bias",
+        "mask_buffer", "decoder", "decoder_merged", "dropped", "llama_tied", "mixtral",
+    ),
+}  # fmt: skip
+"""Models of which so many ranks can divide something."""
 SIMPLER = ("stack", "tied", "batch_norm", "dropped", "is_causal")
 """Models that a failure is tried with."""
 
@@ -114,18 +133,21 @@ def tokens_of(model: str) -> int:
 # -- drawing -------------------------------------------------------------------------------------------------------
 
 
-def drawn(seed: int, world: int, *, model: str = "", compiled: float = 0.0) -> Setup:
+def drawn(seed: int, world: int, *, model: str = "", compiled: float = 0.0, shards: int | None = None) -> Setup:
     """Return the setup of a seed.  model: else it is a small one that is drawn.  compiled: the probability of compiled
-    stages."""
-    draw = random.Random(seed)
-    cut = draw.random() < 0.3 and model not in REAL_WHOLE
-    model = model or _model(draw, cut=cut)
+    stages.  shards: else they are drawn."""
+    draw, apart = random.Random(seed), random.Random(f"shards of {seed}")
+    if shards is None:
+        shards = apart.choice([1, 1, 1, 1, *[n for n in (2, 2, 2, 4) if n <= world]])
+    beside = shards > 1 and apart.random() < 0.9  # with what runs together, as far as that is known
+    cut = draw.random() < 0.3 and model not in REAL_WHOLE and not beside
+    model = model or (apart.choice(SHARDED[shards]) if beside else _model(draw, cut=cut))
     coupled = model in COUPLED + REAL_COUPLED
-    counts = _counts(draw, world)
+    counts = _counts(draw, world // shards)
     micros = draw.randint(1, 5)
     setup = Setup(
         model=model, world=world, counts=counts, micros=micros, seed=seed, by_options=draw.random() < 0.35,
-        zero=draw.choice((0, 1)), bucket_bytes=draw.choice((64, 5000, BUCKET_BYTES)),
+        shards=shards, zero=draw.choice((0, 1)), bucket_bytes=draw.choice((64, 5000, BUCKET_BYTES)),
         recompute=draw.choice((0.0, 0.0, 0.4, 1.0)), transport=draw.choice(("auto", "auto", "fake-nccl")),
         frozen=draw.choice((0, 0, 0, 1, 3)), optimizer=draw.choice(("momentum", "adam")),
         synced=coupled and (max(counts) > 1 or draw.random() < 0.3),
@@ -139,6 +161,9 @@ def drawn(seed: int, world: int, *, model: str = "", compiled: float = 0.0) -> S
     rows = tuple(draw.randint(least, least + 6) for _ in range(draw.choice((2, 2, 3))))
     if not coupled and draw.random() < 0.3:
         rows = (*rows[:-1], draw.randint(1, 3))  # fewer rows than replicas, or than micro-batches
+    if beside:
+        alone = {"zero": 0, "policies": (), "synced": False, "backend": "eager", "frozen": 0}
+        setup = replace(setup, **alone, masters=False, dtype="float32" if setup.masters else setup.dtype)
     return replace(setup, rows=rows)
 
 
@@ -184,6 +209,7 @@ def _with_replicas(setup: Setup, draw: random.Random) -> Setup:
     if max(own) == 1:
         return setup
     may_turn = setup.micros >= max(own) and setup.per_rank == 1 and setup.schedule != SEARCHED
+    may_turn &= setup.shards == 1 or setup.by_options  # a plan by hand is not even valid
     coupled = setup.model in COUPLED + REAL_COUPLED
     may_turn &= not coupled or draw.random() < 0.2  # refused where a norm is on such a stage
     if setup.by_options:
@@ -226,10 +252,11 @@ def simpler(setup: Setup) -> Iterator[Setup]:
         yield replace(setup, dtype="float64")
     flat = {"shares": (), "policies": ()}
     for count in range(1, len(setup.counts)):
-        yield replace(setup, counts=setup.counts[:count], world=max(2, sum(setup.counts[:count])), **flat)
+        fewer = replace(setup, counts=setup.counts[:count], **flat)
+        yield replace(fewer, world=max(2, fewer.used))
     yield replace(setup, counts=(1,) * len(setup.counts), **flat)
-    if setup.world > max(2, sum(setup.counts)):
-        yield replace(setup, world=max(2, sum(setup.counts)))
+    if setup.world > max(2, setup.used):
+        yield replace(setup, world=max(2, setup.used))
     for micros in range(1, setup.micros):
         yield replace(setup, micros=micros)
     yield replace(setup, rows=setup.rows[:2])

@@ -169,6 +169,10 @@ def _mixtral(p: float) -> nn.Module:
     return hf.MixtralForCausalLM(hf.MixtralConfig(**_KV, num_local_experts=4, attention_dropout=p))
 
 
+def _phi3(p: float) -> nn.Module:
+    return hf.Phi3ForCausalLM(hf.Phi3Config(**_KV, resid_pdrop=p, embd_pdrop=p, attention_dropout=p))
+
+
 CASES = {
     case.name: case
     for case in (
@@ -189,3 +193,5 @@ CASES = {
         Case("mixtral", _mixtral, language_batch),
     )
 }
+PHI3 = Case("phi3", _phi3, language_batch)
+"""Queries, keys and values are parts of unlike size of one product."""

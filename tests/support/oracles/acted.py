@@ -72,6 +72,20 @@ class _Play:
         role = action.is_a.role
         if role in ("collective", "update"):
             return self.meet(action)
+        together = self.together(rank, action) if role == "compute" else (rank,)
+        return all(self.front(other) == action for other in together) and all(
+            self.passes(other, action) for other in together
+        )
+
+    def together(self, rank: int, action: Action) -> tuple[int, ...]:
+        """The ranks that exchange parts of values inside of a compute of a rank: its neighbours in the stage."""
+        ranks, count = self.ranks(action.stage), self.program.division(action.stage).shards
+        first = ranks.index(rank) // count * count
+        return ranks[first : first + count]
+
+    def passes(self, rank: int, action: Action) -> bool:
+        """Let a rank do what it need not meet all others for; return whether it could."""
+        role = action.is_a.role
         if role == "receive":
             places = self.places(rank, action.other_end)
             if places is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -10,6 +11,8 @@ from typing import Any
 import torch
 
 from autopart.batch.batch import split_rows
+from autopart.ir.shares import Piece, whole
+from autopart.runtime.tensors import common
 from autopart.session.step.parts import micro_cut
 from support.jobs.any_plan import Refused, Trained, batches_of, case_of, model_of, play, state_of, train
 from support.languages.setups import DRAWING, Setup, smallest
@@ -32,6 +35,9 @@ REFUSALS = (
     "blocks that can stand apart",
     "does not go with replicas that take micro-batches in turn",
     "leave token_slices out: the model is then trained on whole sequences",
+    "tensor_parallel does not run with",
+    "nothing in the model can be divided among",
+    "equal parts: it sums over",
 )
 """Reasons for which a drawn setup may be refused; any other is a failure."""
 
@@ -141,7 +147,8 @@ def differences(setup: Setup, found: Sequence[Trained], expected: Trained) -> It
     for rank, each in enumerate(found):
         pairs = zip((*each.losses, each.evaluated), (*expected.losses, expected.evaluated), strict=True)
         for place, (mine, loss) in enumerate(pairs):
-            if not abs(mine - loss) <= limits[place > 0] * (abs(loss) or 1.0):
+            both = math.isnan(mine) and math.isnan(loss)  # a batch of which nothing counts
+            if not (both or abs(mine - loss) <= limits[place > 0] * (abs(loss) or 1.0)):
                 yield f"loss {place} on rank {rank} is {mine}, not {loss}"
     for place, (ours, theirs) in enumerate(zip(found[0].gradients, expected.gradients, strict=True)):
         yield from _apart(f"gradient {place}", ours, theirs, limits[place], least)
@@ -156,20 +163,33 @@ def differences(setup: Setup, found: Sequence[Trained], expected: Trained) -> It
     yield from (
         f"no rank updates {name}" for name in sorted(learning - {name for each in found for name in each.values})
     )
-    copies: dict[str, torch.Tensor] = {}
+    copies: dict[tuple[str, Piece | None], torch.Tensor] = {}
     for rank, each in enumerate(found):
         for name, value in each.values.items():
-            if not torch.equal(copies.setdefault(name, value), value):
+            if not torch.equal(copies.setdefault((name, each.pieces.get(name)), value), value):
                 yield f"{name} on rank {rank} is not the same, bit by bit, as on another rank"
-        wanted = {name: expected.values[name] for name in each.values}
+        first, wanted = (_parts(each, {name: of[name] for name in each.values}) for of in (before, expected.values))
         here = f"on rank {rank}"
-        yield from _apart(f"value {here}", _changes(each.values, before), _changes(wanted, before), limits[1], least)
+        yield from _apart(f"value {here}", _changes(each.values, first), _changes(wanted, first), limits[1], least)
         for key in sorted({key for state in expected.optimizer.values() for key in state}):
             kept, wanted = (
                 {name: of.optimizer[name].get(key) for name in each.values if name in of.optimizer}
                 for of in (each, expected)
             )
-            yield from _apart(f"{key} {here}", kept, wanted, limits[1], least)
+            yield from _apart(f"{key} {here}", kept, _parts(each, wanted), limits[1], least)
+
+
+def _parts(own: Trained, tensors: Values) -> Values:
+    """Return what a rank has of whole tensors; of state that is one number, all."""
+
+    def part(name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
+        piece = own.pieces.get(name)
+        if tensor is None or piece is None or not tensor.dim():
+            return tensor
+        found = common(tensor, whole(name), piece)
+        return found.flatten(piece.axis, piece.axis + 1) if piece.blocks > 1 else found
+
+    return {name: part(name, tensor) for name, tensor in tensors.items()}
 
 
 def _not_rounded(found: Sequence[Trained]) -> Iterator[str]:

@@ -29,7 +29,7 @@ def _queues(program: Program, orders: Sequence[Sequence[Action]]) -> list[list[I
     for rank, order in enumerate(orders):
         queue: list[Item] = []
         for action in order:
-            item = _item(program, action)
+            item = _item(program, action, rank)
             own = rank in program.players(action)
             if action.is_a.role == SEND and late and not own:
                 continue
@@ -39,8 +39,9 @@ def _queues(program: Program, orders: Sequence[Sequence[Action]]) -> list[list[I
     return queues
 
 
-def _item(program: Program, action: Action) -> Item:
-    """Return the operation of an action. Messages within a rank have no peers; a sum counts once per rank."""
+def _item(program: Program, action: Action, rank: int) -> Item:
+    """Return the operation of an action.  Messages within a rank have no peers; a sum counts once per rank; in a
+    compute the ranks meet that have parts of the same rows."""
     ranks = program.stage_ranks
     role = action.is_a.role
     if role in (SEND, RECEIVE):
@@ -53,7 +54,11 @@ def _item(program: Program, action: Action) -> Item:
         group = next(group for group in program.groups(TIED) if action.stage in group)
         return f"sum of stages {group}", tuple(sorted({rank for stage in group for rank in ranks[stage]}))
     assert role in (COMPUTE, COLLECTIVE, LOCAL, UPDATE)
-    return str(action), ranks[action.stage] if role in (COLLECTIVE, UPDATE) else ()
+    own, count = ranks[action.stage], program.division(action.stage).shards
+    if role == COMPUTE and count > 1 and rank in own:
+        first = own.index(rank) // count * count
+        return str(action), own[first : first + count]
+    return str(action), own if role in (COLLECTIVE, UPDATE) else ()
 
 
 def hangs(queues: list[list[Item]]) -> list[str]:

@@ -33,7 +33,11 @@ SHARED = ("optimizer", "moments")
 
 
 @pytest.mark.parametrize(
-    "args", [{"max_steps": 3}, {"num_train_epochs": 1, "lr_scheduler_type": "cosine", "warmup_steps": 2}]
+    "args",
+    [
+        pytest.param({"max_steps": 3}, marks=pytest.mark.slow),
+        {"num_train_epochs": 1, "lr_scheduler_type": "cosine", "warmup_steps": 2},
+    ],
 )
 def test_a_second_train_goes_on_as_a_plain_trainer_does(tmp_path, args):
     found = []

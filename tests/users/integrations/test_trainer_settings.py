@@ -152,14 +152,13 @@ def combined(draw: random.Random) -> dict[str, Any]:
     return args
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_settings_that_the_page_supports_do_together_what_they_do_without_a_pipeline(tmp_path, seed):
-    args = combined(random.Random(seed))
+def test_settings_that_the_page_supports_do_together_what_they_do_without_a_pipeline(tmp_path):
+    args = combined(random.Random(0))
     compare(tmp_path, {name: value for name, value in args.items() if not name.startswith("dataloader_")})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2, 64))
+@pytest.mark.parametrize("seed", range(1, 64))
 def test_many_settings_do_together_what_they_do_without_a_pipeline(tmp_path, seed):
     compare(tmp_path, combined(random.Random(seed)))
 

@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.languages.plans import changed
 
@@ -192,7 +192,6 @@ def timelines(draw: st.DrawFn) -> Timeline:
     return Timeline(tuple(sorted(spans, key=lambda s: s.start_ns)))
 
 
-@settings(deadline=None)
 @given(timelines(), st.integers(1, 120))
 def test_the_picture_always_fits(steps: Timeline, width: int) -> None:
     lines = timeline_text(steps, width).splitlines()
@@ -200,7 +199,6 @@ def test_the_picture_always_fits(steps: Timeline, width: int) -> None:
     assert all(len(line) == len(f"rank 0 |{'.' * width}|") for line in lines)
 
 
-@settings(deadline=None)
 @given(timelines())
 def test_a_trace_holds_every_span_and_lanes_do_not_overlap(steps: Timeline) -> None:
     events = json.loads(chrome_trace(steps))["traceEvents"]

@@ -28,8 +28,9 @@ from autopart.capture.python.watch.fingerprint import (
 )
 from autopart.capture.source_location import LIBRARIES
 
-MODULES_OWN = frozenset(vars(nn.Module()))
-"""Attributes of every module: parameters, buffers, hooks, the training flag.  They are compared separately."""
+MODULES_OWN = frozenset((*vars(nn.Module()), "_compiled_call_impl"))
+"""Attributes of every module: parameters, buffers, hooks, the training flag.  They are compared separately; what
+`model.compile()` leaves is no part of a capture."""
 WHOLE = "__dict__"
 _DEPTH = 6
 _METHODS = (types.FunctionType, staticmethod, classmethod, property, functools.cached_property)

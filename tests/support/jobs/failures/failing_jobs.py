@@ -17,9 +17,12 @@ from torch import nn
 
 import autopart
 from autopart.ir.errors import AutopartError
+from autopart.runtime.activity import current, text_of
+from autopart.runtime.stages.shard_group import ShardGroup
 from autopart.runtime.stages.weight_gradients import WeightGradient
 from support.models.peer_models import WIDTH, Stack, pair
 from support.models.small_models import Small
+from support.models.tokens.by_hand import Gpt
 
 _armed: dict[str, Any] = {}
 
@@ -131,6 +134,31 @@ def train_in_many_stages(phase: str, how: str, calls: int, clock: str, schedule:
         if mine or phase != "weights":
             arm(phase, actions[how], calls, clock)
         return [pipe.step(CASE.batch(9)).item() for _ in range(3)]
+
+
+def train_together(where: str, how: str, clock: str) -> list[float]:
+    """Train two stages of two ranks that compute together, until the last one fails inside of an exchange.
+
+    where: the compute, such as "1B0".  how: "kill", "stop" or "hang"."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    ids = torch.randint(0, 24, (8, 8), generator=torch.Generator().manual_seed(0))
+    options: dict[str, Any] = {"stages": 2, "micro_batches": 2, "schedule": "1f1b", "costs": "analytic"}
+    limit = 2 if how == "hang" else None
+    with autopart.compile(
+        Gpt(), "cpu:4", sample=(ids, ids), tensor_parallel=2, replicas=1, timeout=limit, **options
+    ) as pipe:
+        losses = [pipe.step(ids, ids).item()]
+        fail, plain = {"kill": die, "stop": _stop, "hang": _hang}[how], ShardGroup.summed
+
+        def summed(*args: Any, **kwargs: Any) -> Any:
+            if text_of(current().note).startswith(where):
+                fail(clock)
+            return plain(*args, **kwargs)
+
+        if pipe.rank == 3:
+            ShardGroup.summed = summed  # type: ignore[method-assign]
+        return [*losses, *(pipe.step(ids, ids).item() for _ in range(2))]
 
 
 def _stop(clock: str) -> None:

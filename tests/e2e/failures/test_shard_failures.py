@@ -1,0 +1,42 @@
+"""A rank that fails inside of an exchange, in the middle of a compute, ends the others and is named with its group."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.jobs.failures.failing_jobs import train_together
+from support.oracles.ended import failed
+from support.workers import Workers
+
+from autopart.ir.errors import WorkerError
+
+pytestmark = pytest.mark.timeout(120)
+SAID = {"kill": "died.*SIGKILL", "stop": "is stopped", "hang": "made no progress for 2 s"}
+NAMED_S = 15.0
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Workers]:
+    with Workers(4, timeout=90) as pool:
+        yield pool
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", SAID)
+@pytest.mark.parametrize(
+    ("where", "words"), [("1F1", "forward of micro-batch 1"), ("1B0", "backward of micro-batch 0")]
+)
+def test_a_rank_that_fails_in_an_exchange_is_named_with_its_group(
+    four: Workers, tmp_path: Path, where: str, words: str, how: str
+) -> None:
+    clock = tmp_path / "clock"
+    error = failed(four, train_together, where, how, str(clock))
+    took_s = time.monotonic() - float(clock.read_text())
+    print(f"{how} in {where}: named after {took_s:.1f} s")
+    assert took_s <= NAMED_S and type(error) is WorkerError
+    assert re.search(rf"rank 3 \(stage 1, ranks 2, 3 together\).*{SAID[how]}", str(error)), error
+    assert words in str(error), error

@@ -242,6 +242,7 @@ class World:
         told = [_stop_asked(self.rank, stepped=self.stepped), *largest, *summed]
         found: Callable[[], list[float]] = lambda: told  # noqa: E731
         if self.size > 1:
+            _require_group()
             mine, count, group = torch.tensor(told, dtype=torch.float64), 1 + len(largest), shared_group.group
             if self.size > TOGETHER and self._tree is None:
                 self._tree = Tree(group)
@@ -306,9 +307,9 @@ class World:
         return finished
 
 
-def require_group(world: World) -> None:
+def _require_group() -> None:
     """Raise RunError if the script has destroyed the group in which ranks exchange messages."""
-    if world.size > 1 and not dist.is_initialized():
+    if not dist.is_initialized():
         raise RunError(
             "the process group was destroyed while the pipe is open",
             why="ranks exchange all messages in it",

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from autopart.ir.errors import BatchError, RunError, UsageError
 from autopart.runtime.activity import set_activity
 from autopart.runtime.effects import first_line
-from autopart.runtime.group.world import World, require_group
+from autopart.runtime.group.world import World
 from autopart.session.ranks.agreement import raise_first
 from autopart.session.ranks.listener import Listener
 
@@ -101,7 +101,6 @@ class Calls:
         for different calls, BatchError for different batches, different changes of the model, or a batch that is
         missing.
         """
-        require_group(self._world)
         if counts is not None and len(counts) > _ROOM:
             counts = None
         failed = float(failure is not None)

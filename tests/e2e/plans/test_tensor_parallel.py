@@ -172,6 +172,9 @@ def carried(world: int, given: dict[str, Any], other: dict[str, Any]) -> tuple[l
             optimizer.step()
             optimizer.zero_grad()
             if seed == 1:
+                if pipe.plan.decision.shards > 1:
+                    with pytest.raises(autopart.RefusedError, match="a plan with tensor parallelism is simulated when"):
+                        pipe.replan(optimizer)
                 plan = autopart.plan(gpt(), **options(world, **other))
                 with pytest.raises(autopart.UsageError, match="is held in pieces, whose optimizer state cannot move"):
                     pipe.adopt(plan, optimizer)
@@ -283,13 +286,18 @@ def dropped(given: dict[str, Any]) -> Any:
     torch.set_num_threads(1)
     given = {"sample": batch(0), "costs": "analytic", "micro_batches": 2, **given}
     found = autopart.verify(Gpt(dropout=0.2).double(), "cpu:4", **given)
-    return found.ok, found.loss_error, found.largest
+    return found.ok, found.loss_error, found.largest, found.table()
 
 
 @pytest.mark.slow
 def test_dropout_draws_the_numbers_of_one_process(workers: Workers) -> None:
-    ok, loss, largest = workers.run(dropped, {"tensor_parallel": 2, "stages": 2, "recompute": "all"})[0]
+    ok, loss, largest, table = workers.run(dropped, {"tensor_parallel": 2, "stages": 2, "recompute": "all"})[0]
     assert ok and max(loss, largest) < EXACT
+    rows = {line.split()[0]: line for line in table.splitlines()}
+    assert rows["qkv.0.weight"].endswith("axis 0 by 2, each of 3 blocks") and rows["down.1.weight"].endswith(
+        "axis 1 by 2"
+    )
+    assert rows["norms.0.weight"].endswith("whole")
 
 
 def verified(name: str, world: int, given: dict[str, Any], dtype: torch.dtype = torch.float64) -> Any:

@@ -46,7 +46,9 @@ def claims_of(done: dict[str, dict[str, Any]]) -> dict[str, bool]:
         ("more", CLOSE, "more memory, faster links or more devices make no plan worse by more than"),
     ):
         found = done[part]
-        worst = max((each["worst"] for each in found.values()), default=0.0)
+        if not found:
+            continue
+        worst = max(each["worst"] for each in found.values())
         claims[f"{text} {limit - 1:.1%}: {worst - 1:+.2%} in {len(found)} cases"] = worst <= limit
     return claims
 

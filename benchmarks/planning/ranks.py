@@ -84,7 +84,6 @@ def result(make: Callable[[], torch.nn.Module], rows: int, length: int, cluster:
         "gap": plan.outlook.optimality.gap if plan.outlook.optimality else None,
         "plan_bytes": len(text),
         "actions": len(program.order),
-        "transfers": len(program.transfers),
     }
 
 

@@ -14,14 +14,13 @@ from autopart.passes.graph.atoms import atoms
 from autopart.passes.graph.chain import BlockChain
 from autopart.passes.graph.coarsen import nested
 from autopart.passes.graph.cuts import check_own_ops, forced_bounds
-from autopart.passes.ops.cost_model import CostModel
+from autopart.passes.ops.cost_model import OpCosts
 from autopart.passes.proof.certificate import certified, settles
-from autopart.passes.proof.lower_bound import lower_bound, slices_bound
+from autopart.passes.proof.lower_bound import least_of, require_hope, slices_bound
 from autopart.passes.search.diagnostics import check_times, infeasible_error
 from autopart.passes.search.evaluation import Evaluation, Search
 from autopart.passes.search.finalize import Finalized, finalize
-from autopart.passes.search.layout import SMALL
-from autopart.passes.search.proposals import proposals_of
+from autopart.passes.search.proposals import falls_behind, proposals_of
 from autopart.passes.search.requests import check_request, check_stages
 from autopart.passes.search.search import evaluate_all, evaluate_promising
 from autopart.passes.search.space import PlanRequest, SearchSpace, Watch, blocks_of
@@ -49,7 +48,7 @@ class PlannerInput:
     """
 
     graph: Graph
-    cost_model: CostModel
+    cost_model: OpCosts
     torch_version: str
     costs: str = "analytic"
     group_ns: int = 0
@@ -74,6 +73,7 @@ def build(source: PlannerInput, cluster: Cluster, request: PlanRequest, watch: W
     estimator = _estimator(source, cluster, request)
     spaces = _spaces(source, fine, estimator, request)
     check_stages(request, spaces[1].chain.n)
+    require_hope(spaces)
 
     def again(other: PlanRequest, machines: Cluster) -> Evaluation | None:
         """Plan under another request, for advice."""
@@ -135,6 +135,8 @@ def search(spaces: Spaces, watch: Watch | None = None) -> Search:
         # Chains to partitions by dynamic programs, and the promising ones to simulated steps.
         found.proposals = proposals_of(found)
         evaluate_promising(found)
+        if falls_behind(found):
+            return found
         if not found.fitting:  # none of the good ones fits: others may
             found.proposals = proposals_of(found, worth=math.inf) or proposals_of(found, ignore_memory=True)
             evaluate_promising(found)
@@ -151,9 +153,9 @@ def _with_bounds(final: Finalized, spaces: Spaces, watch: Watch | None, *, order
 
     orders: whether plans with split backwards or several stages a rank were allowed.
     """
-    (coarse, fine), outlook = spaces, final.outlook
+    coarse, outlook = spaces[0], final.outlook
     request, cluster = coarse.request, coarse.costs.cluster
-    bound_ns = lower_bound(coarse if cluster.world <= SMALL else fine, orders=orders)
+    bound_ns = least_of(spaces, orders=orders)
     if watch:
         watch("bound", outlook.step_ns, bound_ns)
     if request.token_slices:  # slices of attention leave out masked scores, and so take less than whole sequences

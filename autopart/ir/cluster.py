@@ -41,7 +41,8 @@ class DeviceKind:
     slice of tokens is, autograd included.  compute_ns: by which each further compute of a rank has to shorten the step:
     to begin it, and to post its messages, is left out by the simulation.  group_ns: overhead of a recomputed group in
     autograd and Python.  state_passes: how often a tensor of an optimizer's state costs a pass over memory as large as
-    the parameters.  transport: by which its ranks exchange messages, unless the user asks for another.  device_type:
+    the parameters.  units: tiles of products that it computes at a time, 0 where products are not made of tiles.
+    transport: by which its ranks exchange messages, unless the user asks for another.  device_type:
     torch's `device.type`.
 
     Where nothing else is known.  own: memory in bytes, FLOP/s and memory bytes/s of a device; None where devices are
@@ -63,6 +64,7 @@ class DeviceKind:
     compute_ns: int
     group_ns: int
     state_passes: float
+    units: int
     transport: str
     device_type: str
     own: tuple[int, int, int] | None
@@ -90,6 +92,7 @@ DEVICE_KINDS: Mapping[str, DeviceKind] = {
         compute_ns=300_000,
         group_ns=200_000,  # measured around groups of one small op
         state_passes=8.5,  # torch's optimizers run op by op: 20 passes for AdamW, 11 for SGD with momentum and decay
+        units=0,
         transport="gloo",
         device_type="cpu",
         own=None,
@@ -111,6 +114,7 @@ DEVICE_KINDS: Mapping[str, DeviceKind] = {
         compute_ns=30_000,
         group_ns=0,  # the host runs ahead
         state_passes=2.0,  # a step is one kernel, which reads and writes each once
+        units=108,  # multiprocessors of A100; 132 of H100
         transport="nccl",
         device_type="cuda",
         own=(80 * 2**30, 10**14, 2 * 10**12),  # bf16 at what models reach

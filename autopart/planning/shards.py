@@ -10,17 +10,16 @@ from autopart.ir.errors import AutopartError, InfeasibleError, RefusedError, Usa
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Alternative, Plan
 from autopart.options import Options
-from autopart.passes.ops.cost_model import CostModel
 from autopart.passes.ops.table import op_name
 from autopart.passes.pipeline import PlannerInput
 from autopart.passes.program.schedules import find
+from autopart.passes.proof.lower_bound import Beaten
 from autopart.passes.search.space import PlanRequest
 from autopart.passes.shards.calls import ATTENTION
 from autopart.passes.shards.choice import choose
-from autopart.passes.shards.costs import grouped, sharded_graph, spelled_out
+from autopart.passes.shards.costs import GroupCosts, group_sizes, grouped, spelled_out
 from autopart.passes.shards.states import CUT_KIND
 from autopart.passes.shards.strategies import DROPOUTS
-from autopart.passes.simulation.stage_costs import device_types
 
 Find = Callable[[PlannerInput, Graph | None, Cluster, PlanRequest], Plan]
 """Makes a plan, or finds it where plans are kept."""
@@ -69,43 +68,41 @@ def fastest(
     asked: PlannerInput, twin: Graph | None, cluster: Cluster, request: PlanRequest, options: Options, find_plan: Find
 ) -> Plan:
     """Return the plan for as many ranks in a group as the options say, or the fastest of those that fit into the
-    innermost level; the others are its alternatives.  find_plan: makes a plan.  Raises as it does, and RefusedError."""
+    innermost level, largest groups first, as these have the shortest search; the others are its alternatives.
+    find_plan: makes a plan.  Raises as it does, and RefusedError."""
     wanted = options.tensor_parallel
-    level = cluster.levels[0].size
-    tried = [n for n in range(1, level + 1) if not level % n and not cluster.world % n]
-    plans, failures = list[tuple[int, Plan]](), list[AutopartError]()
-    for shards in (wanted,) if isinstance(wanted, int) else tried:
+    plans, slower, failures = list[tuple[int, Plan]](), list[Alternative](), list[AutopartError]()
+    for shards in (wanted,) if isinstance(wanted, int) else reversed(group_sizes(cluster)):
+        found = asked, twin, cluster, replace(request, rival_ns=min([plan.step_ns for _, plan in plans], default=0))
         try:
             if shards == 1:
-                plans.append((1, find_plan(asked, twin, cluster, request)))
+                plans.append((1, find_plan(*found)))
             else:
                 require_shardable(asked.graph, options)
-                found = find_plan(*for_groups(asked, twin, cluster, request, shards))
-                plans.append((shards, for_ranks(found, asked.graph, shards)))
+                plans.append((shards, for_ranks(find_plan(*for_groups(*found, shards)), asked.graph, shards)))
+        except Beaten as beaten:
+            slower.append(Alternative(f"tensor_parallel={shards}", beaten.least_ns, "at least; not searched"))
         except (RefusedError, InfeasibleError, UsageError) as failure:
             failures.append(failure)
     if not plans:
-        raise failures[0]
+        raise failures[-1]
     shards, best = min(plans, key=lambda each: each[1].step_ns)
-    others = tuple(
+    slower += [
         Alternative(f"tensor_parallel={n}", plan.step_ns, f"{plan.step_ns / max(1, best.step_ns) - 1:+.1%}")
         for n, plan in plans
         if n != shards
-    )
-    alternatives = (*best.outlook.alternatives, *others)
-    return replace(best, outlook=replace(best.outlook, alternatives=alternatives)) if others else best
+    ]
+    return replace(best, outlook=replace(best.outlook, alternatives=(*best.outlook.alternatives, *slower)))
 
 
 def for_groups(
     asked: PlannerInput, twin: Graph | None, cluster: Cluster, request: PlanRequest, shards: int
 ) -> tuple[PlannerInput, Graph | None, Cluster, PlanRequest]:
     """Return what to plan for the groups of ranks that compute together."""
-    graph = sharded_graph(asked.graph, cluster, shards)
-    other = None if twin is None else sharded_graph(twin, cluster, shards)
     groups = grouped(cluster, shards)
+    costs = GroupCosts(asked.cost_model, asked.graph, choose(asked.graph, shards), cluster)
     request = replace(request, zero=0, replicas=1 if any(op.random for op in asked.graph.ops) else request.replicas)
-    model = CostModel(graph, other, device_types(groups))
-    return replace(asked, graph=graph, cost_model=model), other, groups, request
+    return replace(asked, graph=costs.graph(asked.graph.size, 0), cost_model=costs), twin, groups, request
 
 
 def for_ranks(plan: Plan, graph: Graph, shards: int) -> Plan:

@@ -5,6 +5,8 @@ seconds of every step from the model object to the verified program, the fastest
 capture, tokens, atoms, route and verify linear in the ops; coarsening O(n log n) with a small constant; search and
 bound depend on the number of blocks, which is bounded. "build" is everything after capture and costs. "tokens" is the
 analysis for `token_slices=`, after its second capture; the benchmark fails if it takes more than 1 s of processor time.
+"shards" is what tensor parallelism over four ranks divides: factors and rule, which look at a few of the equal layers;
+it fails above 0.3 s.
 
     python -m benchmarks.planning.pass_times               about 2 minutes on 2 cores; writes results/pass_times.json
     python -m benchmarks.planning.pass_times --layers 4    some depths; writes nothing
@@ -37,6 +39,7 @@ from autopart.passes.program.routing import route
 from autopart.passes.program.verify import check_program
 from autopart.passes.proof.lower_bound import lower_bound
 from autopart.passes.search.space import PlanRequest, SearchSpace
+from autopart.passes.shards.choice import choose
 from autopart.passes.simulation.stage_costs import Estimator, device_types
 from autopart.passes.tokens.analysis import analyse
 from autopart.passes.tokens.recipe import Recipe
@@ -50,7 +53,9 @@ FEWER = fewer_tokens(TOKENS)
 
 def gpt2(layers: int) -> torch.nn.Module:
     transformers.logging.set_verbosity_error()
-    config = transformers.GPT2Config(n_embd=256, n_layer=layers, n_head=4, bos_token_id=0, eos_token_id=0)
+    config = transformers.GPT2Config(
+        n_embd=256, n_layer=layers, n_head=4, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0
+    )
     with torch.device("meta"):
         return transformers.GPT2LMHeadModel(config).train()
 
@@ -83,6 +88,10 @@ def passes(layers: int, runs: int) -> dict[str, float]:
     recipe = timed("tokens", lambda: analyse(captured.graph, shorter, TOKENS, FEWER, Probed(captured)))
     spent = (time.process_time() - spent) / runs
     assert isinstance(recipe, Recipe) and spent <= 1, f"the token analysis took {spent:.2f} s of processor time"
+    spent = time.process_time()
+    timed("shards", lambda: choose.__wrapped__(captured.graph, 4))
+    spent = (time.process_time() - spent) / runs
+    assert spent <= 0.3, f"what tensor parallelism divides took {spent:.2f} s of processor time"
     graph = timed("costs", lambda: analytic_costs(captured.graph, cluster.devices[0]))
     fine = timed("atoms", lambda: atoms(graph))
     blocks = timed("coarsen", lambda: coarsen(fine, blocks=BLOCKS))
@@ -103,7 +112,7 @@ def passes(layers: int, runs: int) -> dict[str, float]:
     return {"layers": layers, "ops": len(graph.ops), "blocks": len(blocks.ops), **seconds}
 
 
-LAYERS = [4, 8, 16, 32, 64, 96]
+LAYERS = [4, 8, 16, 32, 64, 96, 126]
 
 
 def main() -> None:

@@ -62,7 +62,7 @@ STEPS = (  # (module, function name, pass to which its time belongs)
     (pipeline, "blocks_of", "coarsen"),
     (pipeline, "BlockChain", "chain"),
     (pipeline, "search", "search"),
-    (pipeline, "lower_bound", "bound"),
+    (pipeline, "least_of", "bound"),
     (pipeline, "finalize", "finalize"),
     (finalize, "check_program", "verify"),
 )

@@ -16,7 +16,7 @@ import numpy as np
 
 from autopart.ir.graph import Cost, Graph, Size
 from autopart.passes.graph.cuts import Ints, crossing_bytes, entering_bytes, holding_bytes
-from autopart.passes.ops.cost_model import FIELDS, CostModel
+from autopart.passes.ops.cost_model import FIELDS, OpCosts
 from autopart.passes.ops.table import keeps
 
 
@@ -79,7 +79,7 @@ class BlockChain:
     parameters, of the trainable ones, and of the largest trainable one of the range.
     """
 
-    def __init__(self, blocks: Graph, captured: Graph, cost_model: CostModel) -> None:
+    def __init__(self, blocks: Graph, captured: Graph, cost_model: OpCosts) -> None:
         """cost_model: of `captured`, which the blocks were made of."""
         self.blocks = blocks
         self.n = len(blocks.ops)

@@ -45,6 +45,13 @@ class GraphCosts(Protocol):
         """The graph at this size, with costs on this type of device."""
 
 
+class OpCosts(GraphCosts, Protocol):
+    """Costs of a captured graph, also without making its ops."""
+
+    def table(self, size: Size, device_type: int) -> CostTable:
+        """The costs and sizes of values of `graph`."""
+
+
 class CostModel:
     """The costs of a program from its graph, which has costs at its own size on the first type of device."""
 
@@ -72,10 +79,7 @@ class CostModel:
         return self._graphs[key]
 
     def table(self, size: Size, device_type: int) -> CostTable:
-        """The costs and sizes of values of `graph` without making its ops.
-
-        O(values), and O(ops) in numpy.  Raises GraphError at a size not known.
-        """
+        """See `OpCosts`.  O(values), and O(ops) in numpy.  Raises GraphError at a size not known."""
         if (size, device_type) == (self._graph.size, 0):
             return table_of(self._graph)
         twin = None if self._other is None else replace(self._other, ops=())

@@ -34,10 +34,12 @@ from math import prod
 
 import numpy as np
 
+from autopart.ir.errors import InfeasibleError
 from autopart.ir.graph import Size
 from autopart.passes.graph.cuts import Floats, Ints
 from autopart.passes.proof.prices import Priced, priced_bound
 from autopart.passes.proof.sets import Taken, counts_of, rates_of, rows_needed, sets_of
+from autopart.passes.search.layout import SMALL
 from autopart.passes.search.partition import INFEASIBLE
 from autopart.passes.search.space import SearchSpace, block_costs, fastest_times, gradient_edges, is_chain
 from autopart.passes.simulation.charges import optimizer_ns
@@ -46,6 +48,28 @@ MOST_WORK = 10_000_000
 """Cells of the chain's bound (squares of the sets of devices and of the blocks, halved); larger problems go without."""
 LEAST_CELLS = 1000
 """Cells that a step of it takes as long as."""
+
+
+class Beaten(InfeasibleError):
+    """No plan takes less than `least_ns`, a proven bound, and another request has a faster one (`rival_ns`)."""
+
+    def __init__(self, least_ns: int) -> None:
+        super().__init__(f"no plan of this request takes less than {least_ns / 1e6:.1f} ms, and another one does")
+        self.least_ns = least_ns
+
+
+def least_of(spaces: tuple[SearchSpace, SearchSpace], *, orders: bool) -> int:
+    """Return the lower bound over the fine blocks, on few devices over the coarse ones."""
+    coarse, fine = spaces
+    return lower_bound(coarse if coarse.costs.cluster.world <= SMALL else fine, orders=orders)
+
+
+def require_hope(spaces: tuple[SearchSpace, SearchSpace]) -> None:
+    """Raise Beaten if no plan can be faster than the rival of the request."""
+    request = spaces[0].request
+    least_ns = least_of(spaces, orders=request.orders) if request.rival_ns else 0
+    if request.rival_ns and least_ns >= request.rival_ns:
+        raise Beaten(least_ns)
 
 
 def lower_bound(space: SearchSpace, *, orders: bool = False) -> int:

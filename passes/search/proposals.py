@@ -34,6 +34,9 @@ ACTIONS_PER_STAGE = 6
 """The most actions of a stage for one micro-batch: forward and backward, and its messages."""
 HOPELESS = 1.1
 """A partition whose latency, which leaves out waiting, is above this multiple of the best simulated step is dropped."""
+RIVAL = 1.2
+"""How much longer the first plans may take than the rival of the request (`rival_ns`) for the search to go on: what is
+tried on them shortens a step by at most about 15 %."""
 WORTH = 1.5
 """A partition of a deep pipeline whose latency is above this multiple of the best one is only tried if nothing else
 fits."""
@@ -351,3 +354,9 @@ def _all_partitions(space: SearchSpace, layout: Layout) -> Iterator[Partition]:
                 replicas = tuple(width * layout.pipeline_replicas for width in widths)
                 if sum(widths) <= layout.depth and fixed in (None, replicas):
                     yield Partition(bounds, widths)
+
+
+def falls_behind(search: Search) -> bool:
+    """Return whether what was found so far is clearly slower than the rival of the request."""
+    rival_ns = search.coarse.request.rival_ns
+    return bool(rival_ns and search.fitting) and search.best_ns > RIVAL * rival_ns

@@ -63,6 +63,7 @@ class PlanRequest:
     together.  token_slices: lengths of slices, () for whole sequences, or "auto".  token_axis: how values depend on
     tokens.  state_factor: bytes of optimizer state per byte of trainable parameter.  prove_seconds: time to find a
     certificate (`certificate`) of the plan, if its largest micro-batch has prove_rows rows (None: any number).
+    rival_ns: step of a plan of another request, 0 for none: what cannot be faster, or is not nearly, is not searched.
     """
 
     micro_rows: tuple[tuple[int, ...], ...]
@@ -86,6 +87,7 @@ class PlanRequest:
     state_factor: float = 2.0
     prove_seconds: float = 0.0
     prove_rows: int | None = None
+    rival_ns: int = 0
 
     def normalized(self) -> PlanRequest:
         """Fill in what follows from the rest.

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopart.ir.errors import PlanError
-from autopart.ir.graph import Graph, Op, Value
+from autopart.ir.graph import Graph, Op
 from autopart.passes.shards.calls import Call, calls_of, shapes_of
 from autopart.passes.shards.factors import Factors
-from autopart.passes.shards.states import CUT_KIND, State, passes
+from autopart.passes.shards.states import CUT_KIND, State
 from autopart.passes.shards.strategies import Strategy, strategies
 
 
@@ -59,28 +59,6 @@ def check(assignment: Assignment, graph: Graph, factors: Factors, calls: Sequenc
             if assignment.states[written] != state:
                 raise PlanError(f"op {call.op.name} makes {written} as {state}, not {assignment.states[written]}")
     return assignment
-
-
-def collectives(assignment: Assignment, graph: Graph) -> dict[str, tuple[int, int]]:
-    """Return how often the bytes of a value pass a link in each way, by op that reads it: (forward, backward), in
-    bytes of whole values.  A value that several ops read in one state passes once, at the first of them.  O(reads)."""
-    values: Mapping[str, Value] = graph.value_map()
-    params = {p.name: p.size_bytes for p in graph.params}
-    seen: set[tuple[str, State]] = set()
-    found: dict[str, tuple[int, int]] = {}
-    for call in calls_of(graph):
-        there = back = 0
-        for name, held, wanted in assignment.reads(call.op, call):
-            if (name, wanted) in seen:
-                continue
-            seen.add((name, wanted))
-            value = values.get(name)
-            forward, backward = passes(held, wanted)
-            size = value.size_bytes if value is not None else params[name]
-            there += forward * size
-            back += backward * size if value is None or value.grad else 0
-        found[call.op.name] = there, back
-    return found
 
 
 def local_graph(graph: Graph, assignment: Assignment) -> Graph:

@@ -6,17 +6,20 @@
 2. The vocabulary is cut: of the largest table, and of the head whose classes a cross entropy reads.
 3. Everything else runs along tokens, if their number can be divided (sequence parallelism, arXiv 2205.05198), else
    whole on every rank.
-A parameter is held in parts where all its readers want the same part.  O(axes): equal blocks need no special care.
+A parameter is held in parts where all its readers want the same part.  Of equal blocks in a row only a few are looked
+at (`equal_blocks`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from math import prod
 
 from autopart.ir.graph import Graph
 from autopart.passes.shards.assignment import Assignment, check
 from autopart.passes.shards.calls import Call, calls_of
+from autopart.passes.shards.equal_blocks import counted, shortened
 from autopart.passes.shards.factors import factors_of
 from autopart.passes.shards.facts import (
     Facts,
@@ -38,7 +41,27 @@ def choose(graph: Graph, shards: int, held: Held | None = None, *, sequence: boo
     """Return the assignment of the plain rule, checked; cached.  sequence: whether tokens may be cut.  held: what a
     plan divides, which other graphs of its model (other rows, evaluation) follow; None to find it.
 
-    Raises RefusedError (`require_cuts`).  O(axes)."""
+    Raises RefusedError (`require_cuts`).  O(reads), and O(axes) of blocks that differ."""
+    few, left_out = shortened(graph, dict(held) if held else None)
+    assignment = chosen_op_by_op(few, shards, held, sequence=sequence, times=counted(graph, left_out))
+    strategies, states = dict(assignment.strategies), dict(assignment.states)
+    for each in reversed(left_out):
+        strategies.update((name, strategies[kept]) for name, kept in each.ops.items())
+        states.update((name, states[kept]) for name, kept in each.tensors.items())
+    if any(not strategies[one].is_like(strategies[other]) for each in left_out for one, other in each.again):
+        return chosen_op_by_op(graph, shards, held, sequence=sequence)
+    return Assignment(shards, strategies, dict.fromkeys((p.name for p in graph.params), COPY) | states)
+
+
+def chosen_op_by_op(
+    graph: Graph,
+    shards: int,
+    held: Held | None = None,
+    *,
+    sequence: bool = True,
+    times: Mapping[str, int] | None = None,
+) -> Assignment:
+    """Return what `choose` does, by looking at every op.  times: how many ops each stands for, one without."""
     calls = calls_of(graph)
     factors = factors_of(graph, calls)
     facts = facts_of(graph, calls, factors, shards)
@@ -47,7 +70,7 @@ def choose(graph: Graph, shards: int, held: Held | None = None, *, sequence: boo
     else:
         facts.hold(held, graph)
     if sequence:
-        facts.tokens = token_digits(calls, facts)
+        facts.tokens = token_digits(calls, facts, times or {})
     return check(_Choice(graph, facts).run(calls), graph, factors, calls)
 
 

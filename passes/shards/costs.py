@@ -1,79 +1,221 @@
-"""What tensor parallelism costs: the graph of one rank of a shard group, the cluster of such groups, and a plan for
-groups spelled out for ranks.
+"""What tensor parallelism costs: the graph of one rank of a shard group at any size, the cluster of such groups, and a
+plan for groups spelled out for ranks.
 
-The planner sees a group as one device that runs the graph of one of its ranks: values, parameters and work at 1/t where
-they are cut, and the exchanges as part of the ops that read what is exchanged.  Assumed: an op that is cut takes 1/t of
-its time, but not less than it takes to launch one; an exchange takes the latency of the innermost level and
-(t - 1) / t of the bytes of the whole value over its link for each pass, and nothing else uses the link.  Wrong where
-products are so small that they reach less of the device, and where exchanges overlap with computes.
+The planner sees a group as one device that runs the graph of one of its ranks.  Of an op that takes T for the whole:
+
+    time      max(T / t, one launch) where it is cut, T where it is not; a product T / t * w(part) / w(whole), with
+              w = ceil(tiles / units) * units / tiles, the share of the device that its last wave leaves idle
+              (NVIDIA, "Matrix Multiplication Background User's Guide", wave quantization), and at least a pass over a
+              weight that is whole.  tiles: ceil(m / 128) ceil(n / 128) of a result of m x n
+    exchange  latency + passes * (t - 1) / t * bytes of the whole value / link of the innermost level, for the op that
+              first reads a value in another state
+    memory    1 / t of what a cut op saves, but all of what was gathered for it
+
+Assumed: nothing else uses the link meanwhile, and exchanges do not overlap with computes.  Left out: the sum of
+gradients of whole parameters over a group, once a step.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import gcd, prod
+
+import numpy as np
+import numpy.typing as npt
 
 from autopart.ir.cluster import DEVICE_KINDS, Cluster
 from autopart.ir.decision import Decision
 from autopart.ir.errors import UsageError
-from autopart.ir.graph import Cost, Graph
-from autopart.passes.shards.assignment import Assignment, collectives, local_graph
-from autopart.passes.shards.choice import choose
+from autopart.ir.graph import Cost, Graph, Op, Size
+from autopart.passes.ops.analytic_costs import saved_values
+from autopart.passes.ops.cost_model import FIELDS, CostTable, OpCosts
+from autopart.passes.ops.row import MATMUL
+from autopart.passes.ops.table import row_of
+from autopart.passes.shards.assignment import Assignment, local_graph
+from autopart.passes.shards.calls import Call, calls_of
+from autopart.passes.shards.states import CUT_KIND, State, passes
 from autopart.passes.shards.strategies import NO_DIGIT
 
-
-def sharded_graph(graph: Graph, cluster: Cluster, shards: int) -> Graph:
-    """Return the graph of one rank of a group, with its costs.  cluster: of single ranks.  O(axes)."""
-    assignment = choose(graph, shards)
-    exchanged = collectives(assignment, graph)
-    launch_ns = DEVICE_KINDS[cluster.kind].launch_ns
-    link = cluster.levels[0].link
-
-    def passed_ns(size_bytes: int) -> int:
-        moved = size_bytes * (shards - 1) // shards
-        return link.latency_ns + moved * 10**9 // link.bytes_per_s if size_bytes else 0
-
-    ops = []
-    for op in graph.ops:
-        there, back = exchanged[op.name]
-        cost = _share(op.cost, shards, launch_ns) if _is_cut(assignment, op.name) else op.cost
-        fwd_ns, bwd_ns = cost.fwd_ns + passed_ns(there), cost.bwd_ns + passed_ns(back)
-        ops.append(replace(op, cost=replace(cost, fwd_ns=fwd_ns, bwd_ns=bwd_ns)))
-    return replace(local_graph(graph, assignment), ops=tuple(ops))
+TILE = 128
+"""Rows and columns of a tile of a product."""
+_FWD, _BWD, _SAVED, _SCRATCH, _WEIGHT_NS, _WEIGHT_BYTES = (
+    FIELDS.index(name) for name in ("fwd_ns", "bwd_ns", "saved_bytes", "scratch_bytes", "weight_ns", "weight_bytes")
+)
+_Table = npt.NDArray[np.int64]
 
 
-def _is_cut(assignment: Assignment, op: str) -> bool:
-    return assignment.strategies[op].digit != NO_DIGIT
+@dataclass(frozen=True)
+class GroupCosts:
+    """The costs of one rank of a group at any size (`OpCosts`).
+
+    whole: the costs of a rank that computes everything, on the devices of `cluster`.  graph_of_all: the graph at its
+    own size.
+    """
+
+    whole: OpCosts
+    graph_of_all: Graph
+    assignment: Assignment
+    cluster: Cluster
+
+    def graph(self, size: Size, device_type: int) -> Graph:
+        """See `GraphCosts`.  O(ops + values)."""
+        graph = local_graph(self.whole.graph(size, device_type), self.assignment)
+        costs = self.table(size, device_type).columns.astype(np.int64).T.tolist()
+        return replace(graph, ops=tuple([replace(op, cost=Cost(*c)) for op, c in zip(graph.ops, costs, strict=True)]))
+
+    def table(self, size: Size, device_type: int) -> CostTable:
+        """See `CostModel.table`.  O(values), and O(reads) in numpy."""
+        table, t = self.whole.table(size, device_type), self.assignment.shards
+        sizes = self._sizes(table.value_bytes)
+        columns = np.where(self._cut, table.columns // t, table.columns)
+        for row in (_FWD, _BWD):
+            launch_ns = np.minimum(table.columns[row], DEVICE_KINDS[self.cluster.kind].launch_ns)
+            columns[row] = np.where(self._cut, np.maximum(columns[row], launch_ns), columns[row])
+        self._widths(columns, sizes, device_type)
+        link = self.cluster.levels[0].link
+        op, tensor, *both = self._edges
+        for row, times in zip((_FWD, _BWD), both, strict=True):
+            moved = times * sizes[tensor] * (t - 1) / t
+            np.add.at(columns[row], op, np.where(times > 0, link.latency_ns + moved * 1e9 / link.bytes_per_s, 0))
+        op, tensor = self._gathered
+        for row in (_SAVED, _SCRATCH, _WEIGHT_BYTES):
+            more = np.where(table.columns[row][op] > 0, sizes[tensor] * (t - 1) / t, 0)
+            np.add.at(columns[row], op, more)
+        states = self.assignment.states
+        local = {n: size // t if states[n].kind == CUT_KIND else size for n, size in table.value_bytes.items()}
+        return CostTable(np.floor(columns), local)
+
+    def _widths(self, columns: npt.NDArray[np.float64], sizes: _Table, device_type: int) -> None:
+        """Let products take as much longer as their parts fill fewer waves, and as long as to read a whole weight."""
+        units, t = DEVICE_KINDS[self.cluster.kind].units, self.assignment.shards
+        device = list(dict.fromkeys(self.cluster.devices))[device_type]
+        op, tensor, item, n, k, parts, weight_bytes = self._products
+        m = sizes[tensor] // (item * n)
+        for row, pairs in ((_FWD, ((0, 1),)), (_BWD, ((0, 2), (2, 1)))):
+            whole, part = np.stack([m, n, k]), np.stack([m, n, k]) // np.where(parts, t, 1)
+            if units:
+                longer = _waves(part, pairs, units) / _waves(whole, pairs, units)
+                columns[row, op] *= longer
+                if row == _BWD:
+                    columns[_WEIGHT_NS, op] *= longer
+            read_ns = weight_bytes * 1e9 / device.reached_bytes_per_s
+            columns[row, op] = np.where(columns[row, op] > 0, np.maximum(columns[row, op], read_ns), 0)
+
+    # ---- what does not depend on the size --------------------------------------------------------------------------
+
+    def _sizes(self, value_bytes: Mapping[str, int]) -> _Table:
+        params = [p.size_bytes for p in self.graph_of_all.params]
+        return np.array([*[value_bytes[v.name] for v in self.graph_of_all.values], *params], dtype=np.int64)
+
+    @cached_property
+    def _place(self) -> dict[str, int]:
+        """The place of each value and parameter in `_sizes`."""
+        graph = self.graph_of_all
+        names = [*[value.name for value in graph.values], *[param.name for param in graph.params]]
+        return {name: n for n, name in enumerate(names)}
+
+    @cached_property
+    def _cut(self) -> npt.NDArray[np.bool_]:
+        """Whether each op is cut."""
+        return np.array([self.assignment.strategies[op.name].digit != NO_DIGIT for op in self.graph_of_all.ops])
+
+    @cached_property
+    def _calls(self) -> list[Call]:
+        return calls_of(self.graph_of_all)
+
+    @cached_property
+    def _edges(self) -> _Table:
+        """Exchanges, one a column: (op, tensor, how often its bytes pass a link in the forward, in the backward).  A
+        value that several ops read in one state passes once, at the first of them."""
+        values, params = self.graph_of_all.value_map(), self.graph_of_all.param_map()
+        seen: set[tuple[str, State]] = set()
+        found = [(0, 0, 0, 0)]
+        for n, call in enumerate(self._calls):
+            for name, held, wanted in self.assignment.reads(call.op, call):
+                if held == wanted or (name, wanted) in seen:
+                    continue
+                seen.add((name, wanted))
+                there, back = passes(held, wanted)
+                back = back if (values[name].grad if name in values else params[name].trainable) else 0
+                if there or back:
+                    found.append((n, self._place[name], there, back))
+        return np.array(found, dtype=np.int64).T
+
+    @cached_property
+    def _gathered(self) -> _Table:
+        """(op, tensor) of each value of which a cut op is the first to save all, one a column."""
+        values, params = self.graph_of_all.value_map(), self.graph_of_all.param_map()
+        seen, found = set[str](), list[tuple[int, int]]()
+        for n, call in enumerate(self._calls):
+            saved = set(saved_values(call.op, values, params))
+            for name, _, wanted in self.assignment.reads(call.op, call):
+                if name in saved and name in values and wanted.kind != CUT_KIND and name not in seen:
+                    seen.add(name)
+                    found += [(n, self._place[name])] * bool(self._cut[n])
+        return np.array(found, dtype=np.int64).reshape(-1, 2).T
+
+    @cached_property
+    def _products(self) -> tuple[_Table, ...]:
+        """Products with a weight that are cut: (op, result, bytes of an entry, n, k; whether m, n and k are cut; bytes
+        of a weight that is whole), of a result of m x n that sums over k."""
+        found = [each for n, call in enumerate(self._calls) if self._cut[n] for each in self._product(n, call.op)]
+        rows = np.array(found or np.zeros((0, 9)), dtype=np.int64).T
+        return *rows[:5], rows[5:8], rows[8]
+
+    def _product(self, place: int, op: Op) -> Iterator[tuple[int, ...]]:
+        params, state = self.graph_of_all.param_map(), self.assignment.states
+        weights = [params[name] for name in op.params if len(params[name].shape) == 2]
+        if row_of(op.target).family != MATMUL or len(weights) != 1 or len(op.writes) != 1:
+            return
+        (weight,), result = weights, self.graph_of_all.values[self._place[op.writes[0]]]
+        n, own = result.shape[-1], state[weight.name]
+        k = prod(weight.shape) // max(1, n)
+        along_n = state[result.name].kind == CUT_KIND and state[result.name].axis == len(result.shape) - 1
+        held = own.kind == CUT_KIND
+        along_m = state[result.name].kind == CUT_KIND and not along_n
+        item = result.size_bytes // max(1, prod(result.shape))
+        whole = 0 if held else weight.size_bytes
+        yield place, self._place[result.name], item, n, k, along_m, along_n, held and not along_n, whole
 
 
-def _share(cost: Cost, shards: int, launch_ns: int) -> Cost:
-    """Return the cost of one part of an op."""
+def _waves(sizes: _Table, pairs: Sequence[tuple[int, int]], units: int) -> npt.NDArray[np.float64]:
+    """Return how much longer products take than if their last waves were full.  pairs: which of the sizes are the rows
+    and columns of each result."""
+    found = np.zeros(sizes.shape[1])
+    for rows, columns in pairs:
+        tiles = -(-sizes[rows] // TILE) * -(-sizes[columns] // TILE)
+        found += -(-tiles // units) * units / np.maximum(1, tiles)
+    return found
 
-    def least(ns: int) -> int:
-        return max(ns // shards, min(ns, launch_ns))
 
-    return replace(
-        cost,
-        fwd_ns=least(cost.fwd_ns),
-        bwd_ns=least(cost.bwd_ns),
-        saved_bytes=cost.saved_bytes // shards,
-        scratch_bytes=cost.scratch_bytes // shards,
-        flops=cost.flops // shards,
-        weight_ns=cost.weight_ns // shards,
-        weight_bytes=cost.weight_bytes // shards,
-    )
+def group_sizes(cluster: Cluster) -> list[int]:
+    """Return the numbers of ranks, next to each other and alike, that groups may have inside of the innermost level."""
+    inner = cluster.levels[0]
+    common = gcd(cluster.world, *(inner.groups or (inner.size,)))
+
+    def alike(count: int) -> bool:
+        firsts = range(0, cluster.world, count)
+        return all(len(set(cluster.devices[first : first + count])) == 1 for first in firsts)
+
+    return [count for count in range(1, common + 1) if not common % count and alike(count)]
 
 
 def grouped(cluster: Cluster, shards: int) -> Cluster:
     """Return the cluster of groups of ranks, each as one of its devices.  Raises UsageError where groups do not lie
-    inside the innermost level."""
+    inside the innermost level, or would join unlike devices."""
     inner = cluster.levels[0].size
-    if cluster.world % shards or inner % shards:
+    if shards not in group_sizes(cluster):
         raise UsageError(
             f"tensor_parallel is {shards}, and the innermost level of the cluster has {inner} of {cluster.world} ranks",
-            why="each group of ranks that compute together lies inside of it, next to each other",
+            why="each group of ranks that compute together lies inside of it, next to each other, on like devices",
             fix="use a number that divides both",
         )
-    levels = [replace(level, size=level.size // shards) for level in cluster.levels]
+    levels = [
+        replace(level, size=level.size // shards, groups=tuple([size // shards for size in level.groups]))
+        for level in cluster.levels
+    ]
     kept = tuple(level for level in levels if level.size > 1) or (levels[-1],)
     return replace(cluster, devices=cluster.devices[::shards], levels=kept)
 

@@ -140,9 +140,9 @@ def row_digits(graph: Graph, factors: Factors) -> frozenset[int]:
     return frozenset(found)
 
 
-def token_digits(calls: Sequence[Call], facts: Facts) -> tuple[int, ...]:
+def token_digits(calls: Sequence[Call], facts: Facts, times: Mapping[str, int]) -> tuple[int, ...]:
     """Return the digits of tokens that can be divided: axes of the other operand of products with a weight, which
-    the weight does not have; those of most entries first."""
+    the weight does not have; those of most entries first.  times: how many ops each op stands for, if not for one."""
     found: Counter[int] = Counter()
     for call in calls:
         place = weight_place(call, facts.weights)
@@ -151,7 +151,7 @@ def token_digits(calls: Sequence[Call], facts: Facts) -> tuple[int, ...]:
         own = set(facts.factors.flat(call.reads[place]))
         for each in facts.options[call.op.name]:
             if _cuts_all(each) and each.digit not in own:
-                found[each.digit] += prod(call.shape(call.op.writes[0]))
+                found[each.digit] += prod(call.shape(call.op.writes[0])) * times.get(call.op.name, 1)
     taken = facts.kept | facts.vocabulary | facts.rows
     return tuple(digit for digit, _ in found.most_common() if digit not in taken)
 

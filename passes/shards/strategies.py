@@ -42,6 +42,10 @@ class Strategy:
     digit: int = NO_DIGIT
     how: str = PLAIN
 
+    def is_like(self, other: Strategy) -> bool:
+        """Return whether an op runs the same way, whatever the number of the factor."""
+        return (self.reads, self.writes, self.how) == (other.reads, other.writes, other.how)
+
 
 def uniform(call: Call, state: State) -> Strategy:
     """Return the way to run an op in which all that it reads and writes is in one state."""

@@ -17,17 +17,21 @@ _NUMBERS = ("tp", "pp", "vpp", "dp", "mbs")
 def hand_options(text: str, model: nn.Module, rows: int) -> dict[str, Any]:
     """Return the options of `autopart.plan` that a text such as "layout=Et*6|t*6L,dp=2" means.
 
-    layout: Megatron's, or pp: stages that the planner cuts; vpp: stages of each rank; dp: replicas; mbs: rows of a
-    micro-batch on one rank; recompute: full or none.  rows: of the whole batch.  Raises UsageError.
+    layout: Megatron's, or pp: stages that the planner cuts; tp: ranks that divide each stage (tensor parallelism); vpp:
+    stages of each rank; dp: replicas; mbs: rows of a micro-batch on one replica; recompute: full or none.  rows: of the
+    whole batch.  Raises UsageError.
     """
     given = dict(word.strip().partition("=")[::2] for word in re.split(r",(?=\s*\w+=)", text))
     wrong = [word for word in given if word not in (*_NUMBERS, "layout", "recompute")]
     wrong += [word for word in _NUMBERS if not re.fullmatch(r"[1-9]\d{0,5}", given.get(word, "1"))]
-    if wrong or given.get("tp", "1") != "1":
-        why = "tensors are whole on a rank of autopart" if not wrong else f"{wrong[0]}={given[wrong[0]]!r}"
-        raise UsageError("--hand is not understood", why=why, fix="write --hand layout=Et*6|t*6L,dp=2,vpp=1,mbs=4")
-    pp, vpp, dp, mbs = (int(given.get(word, "1")) for word in _NUMBERS[1:])
-    options: dict[str, Any] = {"replicas": dp, "stages_per_rank": vpp, "schedule": "interleaved" if vpp > 1 else "1f1b"}
+    if wrong:
+        why = f"{wrong[0]}={given[wrong[0]]!r}"
+        raise UsageError("--hand is not understood", why=why, fix="write --hand layout=Et*6|t*6L,tp=2,dp=2,vpp=1,mbs=4")
+    tp, pp, vpp, dp, mbs = (int(given.get(word, "1")) for word in _NUMBERS)
+    schedule = "interleaved" if vpp > 1 else "1f1b"
+    options: dict[str, Any] = {
+        "tensor_parallel": tp, "replicas": dp, "stages_per_rank": vpp, "schedule": schedule,
+    }  # fmt: skip
     if "mbs" in given:
         if rows % (mbs * dp):
             raise UsageError(

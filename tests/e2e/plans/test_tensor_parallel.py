@@ -347,11 +347,14 @@ def test_auto_takes_the_fastest_of_all_that_fit_and_shows_the_others() -> None:
     plans = {n: autopart.plan(gpt(), **options(4, tensor_parallel=n, stages=1)) for n in (1, 2, 4, "auto")}
     best = plans["auto"]
     assert best.step_ns == min(plan.step_ns for plan in plans.values())
-    others = {other.name: other.step_ns for other in best.outlook.alternatives if "tensor_parallel" in other.name}
-    expected = {
-        f"tensor_parallel={n}": plan.step_ns for n, plan in plans.items() if n not in ("auto", best.decision.shards)
-    }
-    assert others == expected
+    others = {each.name: each for each in best.outlook.alternatives if "tensor_parallel" in each.name}
+    expected = {f"tensor_parallel={n}": p for n, p in plans.items() if n not in ("auto", best.decision.shards)}
+    assert others.keys() == expected.keys()
+    for name, other in others.items():
+        if "not searched" in other.why:
+            assert best.step_ns <= other.step_ns <= expected[name].step_ns
+        else:
+            assert other.step_ns == expected[name].step_ns
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])

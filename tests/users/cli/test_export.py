@@ -131,7 +131,8 @@ def test_an_experts_plan_becomes_the_options_that_give_it_back():
     plan, graph = planned(**asked)
     assert '"Et*3|t*5L"' in exported(plan, graph, "megatron") and plan.decision.copies == 2
     assert plan.micro_rows == (4, 4, 4, 4)
-    for wrong in ("layout=Et*3|t*4L", "tp=2", "mbs=5", "pp=0", "speed=9", "layout=Et*8|L"):
+    assert hand_options("pp=2,tp=4", Layers(), 16)["tensor_parallel"] == 4
+    for wrong in ("layout=Et*3|t*4L", "tp=0", "mbs=5", "pp=0", "speed=9", "layout=Et*8|L"):
         with pytest.raises(UsageError):
             hand_options(wrong, Layers(), 16)
 

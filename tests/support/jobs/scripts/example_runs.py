@@ -30,8 +30,7 @@ class Pair:
     """A plain script, and the one over processes.
 
     limit: lines of code that the second one may add or change.  sizes: arguments that make both small; the last one
-    takes `short` or `long`.  every: steps between two checkpoints.  calls: of `Pipe.step` in a step.  rel: how far from
-    each other their losses may be, relative to the loss."""
+    takes `short` or `long`.  every: steps between two checkpoints.  calls: of `Pipe.step` in a step."""
 
     limit: int
     sizes: str
@@ -39,7 +38,6 @@ class Pair:
     long: int
     every: int
     calls: int = 1
-    rel: float = 1e-6
 
 
 _GPT = "--rows 8 --tokens 16 --layers 2 --width 32 --lr 1e-3 --every 2 --steps"
@@ -66,7 +64,7 @@ def arguments(name: str, folder: Path, length: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Kill:
-    """A SIGKILL of a rank at the start of a call of `Pipe.step`, and before of its launcher if that too."""
+    """A SIGKILL of a rank at the start of a call of `Pipe.step`.  launcher: its launcher is killed first."""
 
     rank: int
     call: int

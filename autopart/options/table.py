@@ -116,6 +116,8 @@ def _recompute(value: Any) -> Any:
 
 
 def _as_tuple(value: Any) -> Any:
+    if isinstance(value, set | frozenset):
+        return tuple(sorted(value, key=repr))  # in one order on every rank
     return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else value
 
 

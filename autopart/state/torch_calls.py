@@ -37,8 +37,8 @@ class Open:
     model: that was compiled.  held: returns what this rank holds.  ours: returns what this rank's optimizers may be
     made of.  parted: returns whether ranks hold parts of the model.  idle: returns whether no call runs, and the model
     has not the values of all ranks for a while.  stale: returns whether steps were taken since the model got the values
-    of all ranks.  counts: of `_COUNTED` since the last step.  rate: sum of the learning rates, of all groups, since
-    then.
+    of all ranks.  counts: of `_COUNTED` since the last step.  rate: sum of the learning rates since then, -inf where
+    groups have different ones.
     """
 
     model: nn.Module
@@ -77,9 +77,10 @@ class Open:
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Count a step of an optimizer; warn of one that can update nothing."""
         if self.has(optimizer):
-            rates = [group.get("lr") for group in optimizer.param_groups]
+            rates = {group.get("lr") for group in optimizer.param_groups}
             self.counts["optimizer.step()"] += 1
-            self.rate += sum(rate for rate in rates if isinstance(rate, int | float))
+            # groups with rates of their own may lie on some ranks alone, as those of a layer do
+            self.rate += next((float(r) for r in rates if len(rates) == 1 and isinstance(r, int | float)), -math.inf)
         elif self.stale() and not any(pipe.has(optimizer) for pipe in _OPEN) and _updates_nothing(optimizer):
             self.warn(
                 "an optimizer has none of the pipe's parameters, and no gradient of others: it updates nothing",

@@ -132,6 +132,11 @@ def test_an_impossible_value_is_refused_with_a_possible_one(option, words):
         read_options(**option)
 
 
+def test_options_that_are_sets_have_one_order_in_all_processes():
+    names = {f"layer.{number}" for number in range(20)}
+    assert read_options(cuts=names).cuts == tuple(sorted(names))
+
+
 def test_an_axis_of_rows_may_be_none():
     assert read_options(rows_axis={"positions": 1, "weights": None}).rows_axis == {"positions": 1, "weights": None}
 

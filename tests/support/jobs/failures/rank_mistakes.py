@@ -341,6 +341,12 @@ def right(folder: str) -> list[str]:
             m.train()
             m.scheduler.step()
             pipe.clip_grad_norm_(1.0)
+        by_layer = [{"params": [p], "lr": 0.01 * len(name)} for name, p in pipe.named_parameters()]
+        by_rank = torch.optim.SGD([*by_layer, {"params": [], "lr": 0.1 * (2 + pipe.rank)}])
+        for _ in range(2):  # rates of layers, which other ranks do not have
+            pipe.step(ROWS)
+            by_rank.step()
+            by_rank.zero_grad()
         pipe.save(folder, m.optimizer, m.scheduler)
         pipe.load(folder, m.optimizer, m.scheduler)
         pipe.eval_loss(ROWS)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shlex
 import sys
 from collections import Counter
@@ -22,6 +23,10 @@ from autopart.ir.timeline import Timeline, stage_sums
 from autopart.report.comparison import Answer
 from autopart.report.critical_path import Link, what_limits
 from autopart.report.plan_table import COST_DESCRIPTIONS, parameter_count, rank_spans
+
+
+_PERCENT = re.compile(r"^[+-][\d.]+%,? ?")
+"""What the reason of an alternative begins with, and a column of its own has."""
 
 
 class Cell(NamedTuple):
@@ -194,7 +199,8 @@ def alternatives(plan: Plan) -> Table | None:
         step = duration(ns)._replace(share=ns / slowest) if ns or this else words("-")
         against = change(ns, plan.step_ns) if ns and not this else words("")
         row = {"plan": words(other.name), "simulated step": step, "against this plan": against}
-        rows.append(row | {"why it was not taken": words(other.why)})
+        why = _PERCENT.sub("", other.why).removeprefix("(").removesuffix(")")
+        rows.append(row | {"why it was not taken": words(why or "slower" * (ns > plan.step_ns))})
     return Table("alternatives", rows)
 
 

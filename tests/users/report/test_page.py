@@ -25,7 +25,7 @@ from autopart.ir.plan import Alternative, Plan
 from autopart.ir.timeline import Span, Timeline, read_spans, spans_text
 from autopart.report.comparison import Answer
 from autopart.report.critical_path import WAITING, critical_path, what_limits
-from autopart.report.page.facts import duration_text
+from autopart.report.page.facts import alternatives, duration_text
 from autopart.report.page.page import plan_fragment, plan_page
 
 HOSTILE = "</script><script>alert(1)</script>\u2028<!-- &amp; \x1b[2J"
@@ -158,6 +158,16 @@ def test_texts_cannot_leave_their_place(planned: Plan) -> None:
         assert "<script>alert" not in page and "\x1b" not in page and "\u2028" not in page
         assert found.tags.count("script") == (2 if "<html" in page else 0)
     assert "default-src 'none'" in plan_page(plan) and "http:" not in plan_page(plan).replace("http://www.w3.org", "")
+
+
+def test_reasons_of_alternatives_do_not_repeat_their_percents(planned: Plan) -> None:
+    reasons = ("+6.7% (its slowest stage is busy)", "-3.1%, in slices of 32 tokens", "+9.9%", "does not fit: 1 GiB")
+    others = tuple(Alternative(f"plan {place}", planned.step_ns * 2, why) for place, why in enumerate(reasons))
+    shown = alternatives(changed(planned, alternatives=others))
+    assert shown is not None
+    assert [row["why it was not taken"].text for row in shown.rows] == [
+        "", "its slowest stage is busy", "in slices of 32 tokens", "slower", "does not fit: 1 GiB"
+    ]  # fmt: skip
 
 
 @given(plans())

@@ -157,8 +157,9 @@ def _zeroing(original: Callable[..., Any], optimizer: torch.optim.Optimizer, *mo
     return original(optimizer, *more, **options)
 
 
-def _restoring(original: Callable[..., Any], optimizer: torch.optim.Optimizer, state: Any) -> Any:
+def _restoring(original: Callable[..., Any], optimizer: torch.optim.Optimizer, *args: Any, **options: Any) -> Any:
     """Look at the state that an optimizer of a rank is given."""
+    state = args[0] if args else options.get("state_dict")
     numbers = [len(group.get("params", ())) for group in state.get("param_groups", ())] if hasattr(state, "get") else []
     own = [len(group["params"]) for group in optimizer.param_groups]
     if numbers != own and any(pipe.parted() and pipe.has(optimizer) for pipe in _OPEN):
@@ -168,7 +169,7 @@ def _restoring(original: Callable[..., Any], optimizer: torch.optim.Optimizer, s
             fix="pipe.load(folder, optimizer), with a folder of pipe.save; a plain run writes one with "
             "autopart.save_from(model, folder, optimizer, step=n)",
         )
-    return original(optimizer, state)
+    return original(optimizer, *args, **options)
 
 
 def _scaling(original: Callable[..., Any], scaler: Any, optimizer: Any, *more: Any, **options: Any) -> Any:
@@ -185,11 +186,12 @@ def _scaling(original: Callable[..., Any], scaler: Any, optimizer: Any, *more: A
     return original(scaler, optimizer, *more, **options)
 
 
-def _differentiating(original: Callable[..., Any], outputs: Any, *more: Any, **options: Any) -> Any:
+def _differentiating(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """Look at what is differentiated."""
+    outputs = args[0] if args else options.get("outputs", options.get("tensors"))
     if isinstance(outputs, Loss) or (isinstance(outputs, list | tuple) and any(isinstance(o, Loss) for o in outputs)):
         refuse_backward()
-    return original(outputs, *more, **options)
+    return original(*args, **options)
 
 
 _SYNCED = "call pipe.sync_model() before, on every rank; pipe.close() does that too"

@@ -102,7 +102,7 @@ def decision(*, world: str = "2", ranks: str = "0", rows: str = "1", ops: str = 
 PLANS = {
     "400 digits": (decision(world="1" + "0" * 400), "where: decision.world"),
     "64 bits": (decision(world=str(2**63)), "63 bits are read"),
-    "ranks for ever": (decision(world=str(2**62)), "at most 65536 ranks"),
+    "ranks for ever": (decision(world=str(2**62)), "at most 131072 ranks"),
     "rows for ever": (decision(rows=str(2**40)), "at most 2147483647 rows"),
     "one rank 65 536 times": (decision(ranks=",".join("0" * 65_536)), "rank 0 appears twice"),
     "one op 100 000 times": (decision(ops=",".join(['"a"'] * 100_000)), "appears twice"),

@@ -218,13 +218,13 @@ def test_separate_batch_statistics_of_replicas_are_noted() -> None:
 
 
 @pytest.mark.parametrize("asked", [None, "auto"])
-def test_token_slices_are_suggested_when_devices_idle(asked: str | None) -> None:
+def test_what_token_slices_would_take_is_told_when_devices_idle(asked: str | None) -> None:
     model = nn.Sequential(nn.Embedding(8, 16), *(nn.Linear(16, 16) for _ in range(4)))
     read = read_options(costs="analytic", loss_fn=lambda y, t: y.mean() * t, stages=4, replicas=1, token_slices=asked)
     batch = flatten((torch.zeros(4, 64, dtype=torch.long), torch.ones(())), with_target=True)
     plan = make_plan(CaptureCache(model, read.loss_fn), batch, SLOW, read).plan
     assert asked or plan.outlook.bubble > 0.15
-    assert any("token_slices=" in note for note in plan.notes) == (asked is None)
+    assert any("token_slices=" in other.name for other in plan.outlook.alternatives) == (asked is None)
 
 
 def test_an_asynchronous_schedule_of_a_user_is_planned_and_not_run() -> None:

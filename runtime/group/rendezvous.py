@@ -61,6 +61,12 @@ def open_default_group(
     return number
 
 
+def meet_beside(store: Store, rank: int, size: int, limit_s: float, look: Look) -> str:
+    """Wait until every rank has come to open a group beside one that other code opened; return a name of the opening,
+    alike on all ranks.  Collective.  Raises what `open_default_group` raises: torch would wait there for days."""
+    return _told(PrefixStore("autopart/beside", store), rank, size, lambda: uuid.uuid4().hex, limit_s, look)
+
+
 def rank0_has_store() -> bool:
     """Whether the store is in the process of rank 0, and not in the launcher's."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import math
 import os
-import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -20,7 +19,13 @@ import torch.distributed as dist
 from autopart.ir.errors import UsageError
 from autopart.launcher import restart_count
 from autopart.runtime.activity import JOINING, set_activity
-from autopart.runtime.group.rendezvous import UNWATCHED, launchers_store, open_default_group, rank0_has_store
+from autopart.runtime.group.rendezvous import (
+    UNWATCHED,
+    launchers_store,
+    meet_beside,
+    open_default_group,
+    rank0_has_store,
+)
 from autopart.runtime.watch.monitor import Monitor
 
 TIMEOUT_VARIABLE = "AUTOPART_TIMEOUT_S"
@@ -147,16 +152,16 @@ class _SharedGroup:
 
     def _beside(self, backend: str, limit_s: float) -> str:
         """Open a group beside the default group that other code opened, perhaps with another backend."""
-        size, ranks = dist.get_world_size(), list(range(dist.get_world_size()))
-        self._group = dist.new_group(ranks, timeout=UNWATCHED, backend=backend) if size > 1 else dist.group.WORLD
+        size, rank = dist.get_world_size(), dist.get_rank()
         if size == 1:
+            self._group = dist.group.WORLD
             return ""
         store = dist.distributed_c10d._get_default_store()
-        self.monitor = Monitor(dist.get_rank(), size, limit_s)
+        self.monitor = Monitor(rank, size, limit_s)
         self.monitor.attach(store, rank0_has_store=rank0_has_store(), life=restart_count())
-        name = [uuid.uuid4().hex]
-        dist.broadcast_object_list(name, 0, group=self._group)
-        return name[0]
+        name = meet_beside(store, rank, size, limit_s, self.monitor.require)
+        self._group = dist.new_group(list(range(size)), timeout=UNWATCHED, backend=backend)
+        return name
 
     def _drop(self) -> None:
         """End the group and the watch."""

@@ -24,7 +24,6 @@ from autopart.report.comparison import Answer
 from autopart.report.critical_path import Link, what_limits
 from autopart.report.plan_table import COST_DESCRIPTIONS, parameter_count, rank_spans
 
-
 _PERCENT = re.compile(r"^[+-][\d.]+%,? ?")
 """What the reason of an alternative begins with, and a column of its own has."""
 

@@ -207,6 +207,14 @@ def _compiled_alone(_: Any) -> None:
         time.sleep(4)
 
 
+def _compiled_alone_beside(_: Any) -> None:
+    dist.init_process_group("gloo")
+    try:
+        _compiled_alone(None)
+    finally:
+        dist.destroy_process_group()
+
+
 def _ended_alone(m: Setting) -> None:
     if m.pipe.rank:
         m.pipe.step(ROWS)
@@ -237,6 +245,9 @@ MISTAKES: Mapping[str, tuple[Run, str, bool]] = {
     "rank 1 has one batch more": (_ended_alone, _SAME, True),
     "rank 1 leaves the loop": (_raised_alone, "see the error of rank 1", True),
     "rank 0 alone compiles": (_compiled_alone, "every rank calls compile", False),
+    "rank 0 alone compiles beside a group of the script": (
+        _compiled_alone_beside, "every rank calls compile", False
+    ),
     "rank 0 alone updates": (_optimizer_alone, "on every rank", True),
     "rank 0 alone zeroes gradients": (_zero_alone, "on every rank", True),
     "rank 0 alone steps the scheduler": (_scheduler_alone, "step the scheduler, on every rank", True),

@@ -159,7 +159,7 @@ def _zeroing(original: Callable[..., Any], optimizer: torch.optim.Optimizer, *mo
 
 def _restoring(original: Callable[..., Any], optimizer: torch.optim.Optimizer, *args: Any, **options: Any) -> Any:
     """Look at the state that an optimizer of a rank is given."""
-    state = args[0] if args else options.get("state_dict")
+    state: Any = args[0] if args else options.get("state_dict")
     numbers = [len(group.get("params", ())) for group in state.get("param_groups", ())] if hasattr(state, "get") else []
     own = [len(group["params"]) for group in optimizer.param_groups]
     if numbers != own and any(pipe.parted() and pipe.has(optimizer) for pipe in _OPEN):

@@ -51,17 +51,18 @@ def test_functions_of_torch_take_keywords_as_before_while_a_pipe_is_open(pipe: a
     assert torch.equal(torch.autograd.grad(outputs=(x * x).sum(), inputs=x)[0], 2 * x.detach())
     torch.autograd.backward(tensors=(x * x).sum())
     net = nn.Linear(2, 2)
+    net(torch.ones(2)).sum().backward()
     optimizer = torch.optim.SGD(params=net.parameters(), lr=0.1)
     optimizer.load_state_dict(state_dict=optimizer.state_dict())
     net.load_state_dict(state_dict=net.state_dict(), strict=True)
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.step(closure=None)
     torch.nn.utils.clip_grad_norm_(parameters=net.parameters(), max_norm=1.0)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     scaler.unscale_(optimizer=optimizer)
     scaler.step(optimizer=optimizer)
     torch.optim.swa_utils.AveragedModel(net).update_parameters(model=net)
     copy.deepcopy(x=net)
-    optimizer.step(closure=None)
+    optimizer.zero_grad(set_to_none=True)
 
 
 def test_a_pipe_is_not_called_and_not_moved(pipe: autopart.Pipe) -> None:

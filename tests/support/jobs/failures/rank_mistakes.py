@@ -208,11 +208,14 @@ def _compiled_alone(_: Any) -> None:
 
 
 def _compiled_alone_beside(_: Any) -> None:
-    dist.init_process_group("gloo")
+    own = not dist.is_initialized()
+    if own:
+        dist.init_process_group("gloo")
     try:
         _compiled_alone(None)
     finally:
-        dist.destroy_process_group()
+        if own:
+            dist.destroy_process_group()
 
 
 def _ended_alone(m: Setting) -> None:

@@ -117,7 +117,7 @@ def work_bound(space: SearchSpace, micro_rows: tuple[int, ...]) -> int:
 def _times(space: SearchSpace, rows: int) -> tuple[Floats, Ints]:
     """Return the nanoseconds of each type of device for each block, both ways, and the devices of each type."""
     times = block_costs(space, rows)[:, :2].sum(axis=1).astype(np.float64)
-    return times, np.array([space.costs.cluster.devices.count(device) for device in space.costs.device_types])
+    return times, np.array(counts_of(space))
 
 
 def _heaviest(weights: Floats, counts: Ints, most: int) -> float:

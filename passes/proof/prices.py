@@ -35,7 +35,7 @@ from autopart.ir.graph import Size
 from autopart.passes.graph.cuts import Floats, Ints
 from autopart.passes.ops.cost_model import FIELDS
 from autopart.passes.ops.weight_parts import summed_bytes
-from autopart.passes.proof.sets import Taken, part_ns, rates_of, rows_needed, sets_of
+from autopart.passes.proof.sets import Taken, counts_of, part_ns, rates_of, rows_needed, sets_of
 from autopart.passes.search.space import SearchSpace, block_costs, is_chain
 from autopart.passes.simulation.charges import optimizer_ns
 
@@ -128,7 +128,7 @@ class Priced:
         replicas, weight = taken.sum(axis=1)[:, None], (taken @ self.weights)[:, None]
         price = prices.memory * self.weights * self._backward_ns / max(1.0, float(saved.sum()))
         limits = np.array([device.memory_bytes - device.reserve_bytes for device in costs.device_types], float)
-        room = float((price * limits * [costs.cluster.devices.count(d) for d in costs.device_types]).sum())
+        room = float((price * limits * counts_of(self.space)).sum())
 
         def least(n: int, *, again: bool) -> Floats:
             both = bwd + fwd if again else bwd

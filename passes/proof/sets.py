@@ -21,7 +21,7 @@ import numpy as np
 
 from autopart.ir.graph import Size
 from autopart.passes.graph.cuts import Floats
-from autopart.passes.search.space import SearchSpace
+from autopart.passes.search.space import SearchSpace, block_costs
 
 Taken = tuple[int, ...]
 """The devices of each type."""
@@ -47,9 +47,7 @@ def sets_of(space: SearchSpace, widest: int, most: int) -> list[Taken] | None:
 
 def rates_of(space: SearchSpace, rows: int) -> list[float]:
     """Return the nanoseconds of all blocks, both ways, for a row of a micro-batch of so many, on each type."""
-    kinds = range(len(space.costs.device_types))
-    whole = [space.chain.range_costs(Size(rows), kind).blocks[:2].sum() for kind in kinds]
-    return [max(1.0, float(taken)) / rows for taken in whole]
+    return [max(1.0, float(both_ways.sum())) / rows for both_ways in block_costs(space, rows)[:, :2]]
 
 
 def part_ns(space: SearchSpace, kind: int, own: int, rows: int) -> Floats:

@@ -154,11 +154,10 @@ def _searched(
         try:
             built = _built(attempt, costs)
             found = _settled(attempt, costs, built, reduction)
+            plan = with_slices_tried(found.plan, built, attempt, captures, partial(_built, costs=costs))
+            return replace(found, plan=plan)
         except (RefusedError, InfeasibleError) as failure:
             failures.append(failure)
-            continue
-        plan = with_slices_tried(found.plan, built, attempt, captures, partial(_built, costs=costs))
-        return replace(found, plan=plan)
     raise failures[-1]
 
 
@@ -194,8 +193,7 @@ def _built(task: PlanningTask, costs: CostedGraph) -> Plan:
     precision = precision_of(task.options, None)
     if is_stand_in(precision, task.cluster.devices[0].device_type):
         notes = (*notes, "this torch has no CUDA: its casts are those of CPUs; to run it, plan again on the cluster")
-    notes = (*costs.notes, *notes)
-    return replace(plan, provenance=replace(plan.provenance, precision=precision)).with_notes(*notes)
+    return replace(plan, provenance=replace(plan.provenance, precision=precision)).with_notes(*costs.notes, *notes)
 
 
 def _request(task: PlanningTask, graph: Graph) -> tuple[PlanRequest, tuple[str, ...]]:

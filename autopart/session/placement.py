@@ -245,3 +245,13 @@ def _existing(world: World, routes: list[Moving], mine: Collection[Piece]) -> li
     """Return the routes of pieces that exist on their owner.  mine: those of this rank.  Collective."""
     present = set[Piece]().union(*world.gather_objects(list(mine)))
     return [route for route in routes if route[0][0] in present]
+
+
+def rank_label(decision: Decision, rank: int) -> str:
+    """Return what a rank is called in errors: its stages, and the ranks that compute with it."""
+    stages = decision.stages_of_rank(rank)
+    if not stages:
+        return "idle"
+    group = decision.stages[stages[0]].shard_group(rank)
+    together = f", ranks {', '.join(map(str, group))} together" if len(group) > 1 else ""
+    return f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}{together}"

@@ -41,7 +41,7 @@ from autopart.session.executors.context import RankContext
 from autopart.session.executors.executor import Executor
 from autopart.session.executors.step_end import StepEnd
 from autopart.session.lists import WEIGHTS, Samples, WeightSource
-from autopart.session.placement import placement_of, relocate
+from autopart.session.placement import placement_of, rank_label, relocate
 from autopart.session.ranks.agreement import FAILURES, from_rank, require_same_everywhere, together
 from autopart.session.ranks.call_sync import STEP_FAILED, Calls
 from autopart.session.road import CALLS, Road
@@ -161,12 +161,7 @@ class Session:
         self.standing = Standing(planned.plan, planned.captured, context, executor, self._preparing_s, moving_s)
         self.road.begin(self.standing, self.batch)
         context.values.drop_foreign_gradients()
-        decision, rank = planned.plan.decision, self.world.rank
-        stages = decision.stages_of_rank(rank)
-        group = decision.stages[stages[0]].shard_group(rank) if stages else ()
-        together = f", ranks {', '.join(map(str, group))} together" if len(group) > 1 else ""
-        label = f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
-        set_rank_label(label + together if stages else "idle")
+        set_rank_label(rank_label(planned.plan.decision, self.world.rank))
 
     # -- what a rank has under a plan, made before anything of the plan that runs is changed -----------------------
 

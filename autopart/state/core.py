@@ -182,7 +182,7 @@ class Core:
             idle=lambda: not (self.whole or session.calls.under_way),
             stale=lambda: self.steps > self.synced,
         )
-        session.calls.counted, session.calls.compare = opened.counted, opened.compare
+        session.calls.listeners.append(opened)
         watches = ExitStack()
         watches.callback(notice(opened))
         watches.callback(

@@ -9,16 +9,17 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.optim import swa_utils
 
 from autopart.ir.errors import UsageError, UsageWarning
+from autopart.session.executors.step_end import StepEnd
+from autopart.session.ranks.listener import Listener
 from autopart.state.misuse_guards import Loss, refuse_backward
 
 _COUNTED = {
@@ -31,7 +32,7 @@ _RATE = "the learning rates"
 
 
 @dataclass(eq=False)
-class Open:
+class Open(Listener):
     """An open pipe.
 
     model: that was compiled.  held: returns what this rank holds.  ours: returns what this rank's optimizers may be
@@ -50,9 +51,6 @@ class Open:
     warned: set[str] = field(default_factory=set)
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_COUNTED, 0))
     rate: float = 0.0
-    _known: WeakKeyDictionary[torch.optim.Optimizer, tuple[list[int], bool]] = field(
-        init=False, default_factory=WeakKeyDictionary
-    )
 
     def warn(self, what: str, instead: str, frames: int) -> None:
         """Warn once, on the line that called torch: this number of frames above the wrapped function."""
@@ -67,12 +65,8 @@ class Open:
 
     def has(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether an optimizer is made of this pipe's parameters, or of none on this rank."""
-        driven = [id(one) for group in optimizer.param_groups for one in group["params"]]
-        earlier, found = self._known.get(optimizer, ([0], False))
-        if earlier != driven:
-            found = not driven or not {id(one) for one in self.ours()}.isdisjoint(driven)
-            self._known[optimizer] = driven, found
-        return found
+        driven = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        return not driven or any(id(one) in driven for one in self.ours())
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Count a step of an optimizer; warn of one that can update nothing."""
@@ -89,25 +83,27 @@ class Open:
             )
 
     def counted(self) -> list[float]:
-        """Return what this rank did since the last step, and begin to count anew; -inf where it need not do it, since
-        it trains nothing."""
+        """See `Listener`: -inf for what this rank need not do, since it trains nothing."""
         found = [float(count) for count in self.counts.values()]
         found.append(self.rate if found[0] else -math.inf)
         if not all(found[:2]) and not any(tensor.requires_grad for tensor in self.held()):
             found[:2] = [-math.inf] * 2
-        self.counts, self.rate = dict.fromkeys(_COUNTED, 0), 0.0
         return found
 
-    def compare(self, most: Sequence[float], least: Sequence[float]) -> None:
-        """Warn, once for each, of what ranks did not do alike.  most, least: of the numbers of all ranks."""
-        for (what, follows), high, low in zip(_COUNTED.items(), most, least, strict=False):
+    def step_ended(self, end: StepEnd) -> None:
+        """Begin to count anew."""
+        self.counts, self.rate = dict.fromkeys(_COUNTED, 0), 0.0
+
+    def compare(self, numbers: list[tuple[float, float]]) -> None:
+        """Warn, once for each, of what ranks did not do alike."""
+        *counts, rates = numbers
+        for (what, follows), (high, low) in zip(_COUNTED.items(), counts, strict=True):
             if high != low:
                 told = f"since the last step, some rank called {what} {high:g} times and another one {low:g} times"
                 self.warn(told, f"{follows}; call it on every rank", frames=0)
-        if most[-1] != least[-1] and most[0] == least[0]:
-            told = (
-                f"{_RATE} of the ranks' optimizers differ: {most[-1]:g} on one rank, {least[-1]:g} on another, in sum"
-            )
+        (high, low), (steps, least) = rates, counts[0]
+        if high != low and steps == least:
+            told = f"{_RATE} of the ranks' optimizers differ: {high:g} on one rank, {low:g} on another, in sum"
             self.warn(told, "make the same groups, and step the scheduler, on every rank", frames=0)
 
 
@@ -131,12 +127,18 @@ def _clipping(original: Callable[..., Any], tensors: Any, *more: Any, **options:
     return original(tensors, *more, **options)
 
 
+def _argument(args: Sequence[Any], options: Mapping[str, Any], place: int, *names: str) -> Any:
+    """Return the argument of a call that is given at a place or under one of these names, None if neither."""
+    return args[place] if len(args) > place else next((options[name] for name in names if name in options), None)
+
+
 def _told(what: str, instead: str, place: int = 0, frames: int = 1) -> Callable[..., Any]:
     """Return a function that warns where the model is given, at this place, that a pipe trains over several ranks."""
 
     def look(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        given = _argument(args, options, place, "model")
         for pipe in _OPEN:
-            if len(args) > place and args[place] is pipe.model and pipe.misleads:
+            if given is pipe.model and pipe.misleads:
                 pipe.warn(what, instead, frames)
         return original(*args, **options)
 
@@ -159,7 +161,7 @@ def _zeroing(original: Callable[..., Any], optimizer: torch.optim.Optimizer, *mo
 
 def _restoring(original: Callable[..., Any], optimizer: torch.optim.Optimizer, *args: Any, **options: Any) -> Any:
     """Look at the state that an optimizer of a rank is given."""
-    state: Any = args[0] if args else options.get("state_dict")
+    state = _argument(args, options, 0, "state_dict")
     numbers = [len(group.get("params", ())) for group in state.get("param_groups", ())] if hasattr(state, "get") else []
     own = [len(group["params"]) for group in optimizer.param_groups]
     if numbers != own and any(pipe.parted() and pipe.has(optimizer) for pipe in _OPEN):
@@ -188,7 +190,7 @@ def _scaling(original: Callable[..., Any], scaler: Any, optimizer: Any, *more: A
 
 def _differentiating(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """Look at what is differentiated."""
-    outputs = args[0] if args else options.get("outputs", options.get("tensors"))
+    outputs = _argument(args, options, 0, "outputs", "tensors")
     if isinstance(outputs, Loss) or (isinstance(outputs, list | tuple) and any(isinstance(o, Loss) for o in outputs)):
         refuse_backward()
     return original(*args, **options)

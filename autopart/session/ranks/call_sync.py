@@ -27,7 +27,6 @@ _AS_BEFORE = "Gradients and buffers are as before it"
 _OF_A_LISTENER = 2.0
 """Says, with the place of the listener added, that it returned a rank's failure; 1 is a failure of the call."""
 _ROOM = 128  # counts of a batch that fit into the exchange of a call
-_COUNTED = 4  # numbers of what a rank did since its last step
 _ALIKE = (4, 6, 7, 9)  # places, in what ranks tell, of what must be equal on all: model version, scale, sharded, step
 _SAME = (*_ALIKE, 8)
 """As `_ALIKE`, and whether the batches have ended."""
@@ -58,9 +57,7 @@ class Given(NamedTuple):
 class Calls:
     """The collective calls of one rank, numbered, and whether one of them has failed.
 
-    listeners: what hears of them, alike on every rank.  under_way: whether a call runs now.  counted: returns what this
-    rank did since the last training step, and compare is given the largest and the smallest on rank 0, if they differ.
-    """
+    listeners: what hears of them, alike on every rank.  under_way: whether a call runs now."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -68,8 +65,6 @@ class Calls:
         self._failure = ""
         self.under_way = False
         self.listeners: list[Listener] = []
-        self.counted: Callable[[], Sequence[float]] = lambda: [_NONE] * _COUNTED
-        self.compare: Callable[[Sequence[float], Sequence[float]], None] = lambda most, least: None
 
     def enter(
         self,
@@ -115,17 +110,18 @@ class Calls:
             scale, float(sharded), float(ended), float(step),
         ]  # fmt: skip
         turn = needed.index(self._world.rank) if self._world.rank in needed else None
-        done = self.counted() if name == "step" else [_NONE] * _COUNTED
+        counted = [(each, each.counted()) for each in self.listeners]
+        done = [number if name == "step" else _NONE for _, numbers in counted for number in numbers]
         mine = [*done, *_other_sign(done), *_largest(self._world.rank, told, turn, counts)]
         reduced = self._world.begin_reducing(mine, [loss])
 
         def settled() -> Given:
             set_activity(doing)  # a step may have begun meanwhile
-            found = reduced()
-            given = self._settled(told, failure, needed, version, found[2 * _COUNTED :])
-            most, least = found[:_COUNTED], _other_sign(found[_COUNTED : 2 * _COUNTED])
-            if most != least and self._world.rank == 0:
-                self.compare(most, least)
+            found, count = reduced(), len(done)
+            given = self._settled(told, failure, needed, version, found[2 * count :])
+            both = zip(found[:count], _other_sign(found[count : 2 * count]), strict=True)
+            for each, numbers in counted if self._world.rank == 0 else ():
+                each.compare([next(both) for _ in numbers])
             return given
 
         return settled

@@ -31,6 +31,13 @@ class Listener:
     def told(self) -> None:
         """Return nothing more that `before_call` would: some rank's has just been raised on all."""
 
+    def counted(self) -> list[float]:
+        """Return always as many numbers, of what this rank did since its last step; -inf for none.  Local."""
+        return []
+
+    def compare(self, numbers: list[tuple[float, float]]) -> None:
+        """Look, on rank 0, at the largest and the smallest number of all ranks for each of `counted`.  Local."""
+
     def step_ended(self, end: StepEnd) -> None:
         """Note what all ranks know of a step of `Session.loss`.  Local."""
 

@@ -11,7 +11,7 @@ from autopart.passes.shards.assignment import Assignment
 from autopart.passes.shards.calls import Call, bounds_of, calls_of
 from autopart.passes.shards.choice import Held, choose
 from autopart.passes.shards.states import CUT_KIND, WHOLE, State
-from autopart.passes.shards.strategies import SECTION
+from autopart.passes.shards.strategies import SECTION, Strategy
 from autopart.passes.tokens.recipe import (
     DRAWN,
     LOSS,
@@ -60,25 +60,28 @@ def sliced_problem(
     graph: Graph, assignment: Assignment, recipe: Recipe, lengths: Sequence[int]
 ) -> tuple[Op, str] | None:
     """Return the first op that ranks cannot divide so in slices of these lengths, and why; None without."""
-    return next(_problems(graph, assignment, recipe, lengths), None)
-
-
-def _problems(graph: Graph, assignment: Assignment, recipe: Recipe, lengths: Sequence[int]) -> Iterator[tuple[Op, str]]:
-    """Yield ops whose strategies are those of whole sequences alone, and why."""
     for call in calls_of(graph):
-        op, strategy, own = call.op, assignment.strategies[call.op.name], recipe.ops.get(call.op.name)
-        if own is None:
-            if any(state.kind == CUT_KIND for state in (*strategy.reads, *strategy.writes)):
-                yield op, "it runs at full length, in every stage that needs it, and would be divided"
-            continue
-        if strategy.how == SECTION and not _one_section(call, own):
-            yield op, "it takes parts of the tokens out of a sequence"
-        reads = zip(call.reads, own.reads, strategy.reads, strict=True)
-        writes = [(name, recipe.form(name), state) for name, state in zip(op.writes, strategy.writes, strict=True)]
-        for name, form, state in (*reads, *writes):
-            why = _unequal(name, form, state, own, recipe, lengths, assignment.shards)
-            if why:
-                yield op, why
+        why = next(why_not(call, assignment.strategies[call.op.name], recipe, lengths, assignment.shards), None)
+        if why is not None:
+            return call.op, why
+    return None
+
+
+def why_not(call: Call, strategy: Strategy, recipe: Recipe, lengths: Sequence[int], shards: int) -> Iterator[str]:
+    """Yield why an op of these slices cannot run as it does on whole sequences."""
+    op, own = call.op, recipe.ops.get(call.op.name)
+    if own is None:
+        if any(state.kind == CUT_KIND for state in (*strategy.reads, *strategy.writes)):
+            yield "it runs at full length, in every stage that needs it, and would be divided"
+        return
+    if strategy.how == SECTION and not _one_section(call, own):
+        yield "it takes parts of the tokens out of a sequence"
+    reads = zip(call.reads, own.reads, strategy.reads, strict=True)
+    writes = [(name, recipe.form(name), state) for name, state in zip(op.writes, strategy.writes, strict=True)]
+    for name, form, state in (*reads, *writes):
+        why = _unequal(name, form, state, own, recipe, lengths, shards)
+        if why:
+            yield why
 
 
 def _one_section(call: Call, own: OpRecipe) -> bool:

@@ -16,7 +16,7 @@ from autopart.batch.batch import flatten
 from autopart.capture import CaptureCache, Captured
 from autopart.ir.graph import Graph, Size
 from autopart.passes.shards.assignment import Assignment, check
-from autopart.passes.shards.calls import calls_of
+from autopart.passes.shards.calls import Call, calls_of
 from autopart.passes.shards.factors import factors_of
 from autopart.passes.shards.facts import row_digits
 from autopart.passes.shards.states import COPY, CUT_KIND, State
@@ -91,14 +91,18 @@ def captured_at(model: torch.nn.Module, sample: Any, rows: int = 2) -> tuple[Cap
     return captured, {name: t[:rows] for name, t in zip(captured.graph.inputs, tensors, strict=True)}
 
 
-def drawn(graph: Graph, shards: int, seed: int) -> Assignment:
-    """Return a random assignment: any way to run each op that its rule allows, mostly one that cuts something."""
+def drawn(
+    graph: Graph, shards: int, seed: int, allowed: Callable[[Call, Strategy], bool] = lambda call, way: True
+) -> Assignment:
+    """Return a random assignment: any way to run each op that its rule allows, mostly one that cuts something.
+
+    allowed: says which of these."""
     rng, factors, rows = random.Random(seed), factors_of(graph), row_digits(graph, factors_of(graph))
     states: dict[str, State] = dict.fromkeys((*graph.inputs, *(p.name for p in graph.params)), COPY)
     chosen: dict[str, Strategy] = {}
     wanted: dict[str, set[State]] = {}
     for call in calls_of(graph):
-        options = [each for each in strategies(call, factors, shards) if each.digit not in rows]
+        options = [each for each in strategies(call, factors, shards) if each.digit not in rows and allowed(call, each)]
         cutting = [each for each in options if each.digit != NO_DIGIT]
         found = chosen[call.op.name] = rng.choice(cutting if cutting and rng.random() < 0.8 else options)
         for name, state in zip(call.reads, found.reads, strict=True):

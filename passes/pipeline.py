@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from autopart.ir.cluster import Cluster
@@ -45,8 +44,7 @@ class PlannerInput:
     """The captured model and its costs.
 
     graph: captured, with costs.  cost_model: its costs at other sizes and on other devices.  torch_version, costs:
-    recorded in the plan.  group_ns: overhead of a recomputed group (`DeviceKind`).  exchange_ns: by op, latencies in
-    the costs of its forward and of its backward that each slice of tokens has.
+    recorded in the plan.  group_ns: overhead of a recomputed group (`DeviceKind`).  exchange_ns: `SliceShares` has it.
     """
 
     graph: Graph
@@ -54,7 +52,7 @@ class PlannerInput:
     torch_version: str
     costs: str = "analytic"
     group_ns: int = 0
-    exchange_ns: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    exchange_ns: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 def build(source: PlannerInput, cluster: Cluster, request: PlanRequest, watch: Watch | None = None) -> Plan:

@@ -276,8 +276,7 @@ def _at_own_size(task: PlanningTask, costs: CostedGraph, plan: Plan, reduction: 
     if family.other is not None and size != captured.graph.size:
         if not family.on_meta:
             own = replace(task, family=family.based_at(size), splits=(plan.micro_rows,))
-            if task.slices.recipe is not None and plan.decision.shards > 1:  # which says where rows and tokens lie
-                own = replace(own, slices=sliced_at(task.slices, family.captures, family.batch, size))
+            own = replace(own, slices=sliced_at(task.slices, family.captures, family.batch, size))
             measured = _costs(own, costs)
             task, plan = _with_enough_rows(own, measured, _built(own, measured))
             captured, costs = own.family.base, measured

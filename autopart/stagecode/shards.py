@@ -45,7 +45,8 @@ def shard_code(
     results = [shards.boundary(name) for name in code.outputs] + [WHOLE] * len(code.updates)
     buffers = []
     if recipe is not None:
-        kept = {name: kept_state(assignment, recipe, name) for name in code.kept}
+        names = (*code.states, *(name for name, _ in code.past), *(place.state for place in code.buffers))
+        kept = {name: kept_state(assignment, recipe, name) for name in names}
         given += [(kept[name], name in shards.grads) for name, _ in code.past]
         for place in code.buffers:
             given += [(kept[place.state], place.state in shards.grads)] * (1 + (place.start > place.low))

@@ -119,11 +119,6 @@ class StageModule:
         own = (name for name in self.params if name not in self.constants and name not in self.casts)
         return tuple(dict.fromkeys((*own, *(parameter for parameter, _ in self.casts.values()), *self.updates)))
 
-    @property
-    def kept(self) -> tuple[str, ...]:
-        """Names of the values that slices keep for each other."""
-        return (*self.states, *(name for name, _ in self.past), *(place.state for place in self.buffers))
-
     def arguments(
         self, tensors: Mapping[str, torch.Tensor], copies: dict[Cast, torch.Tensor] | None = None
     ) -> list[torch.Tensor]:

@@ -112,7 +112,9 @@ def asked_slices(
 
 
 def sliced_at(slices: AskedSlices, captures: Captures, batch: Batch, size: Size) -> AskedSlices:
-    """Return slices whose recipe is that of another number of rows.  Raises RefusedError."""
+    """Return slices whose recipe says where rows and tokens lie at another number of rows.  Raises RefusedError."""
+    if slices.recipe is None:
+        return slices
     recipe = token_recipe(captures, batch, size)
     if isinstance(recipe, RefusedError):
         raise recipe

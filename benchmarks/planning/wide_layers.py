@@ -200,7 +200,8 @@ def report(found: dict[str, Any], cluster: autopart.Cluster, sizes: dict[str, in
         }  # fmt: skip
         print(
             f"  {name:30s} {spread(values)}  simulated {simulated[name]:.4f} s, {plan.schedule}, "
-            f"{len(plan.micro_rows)} micro-batches, {messages['messages']} messages, {messages['exchanges']} exchanges"
+            f"{len(plan.micro_rows)} micro-batches, {messages['messages']} messages, {messages['exchanges']} exchanges "
+            f"({messages['exchanges by states']} by states)"
         )
     order = sorted(simulated, key=lambda name: simulated[name])
     apart = [(a, b) for a, b in pairwise(order) if simulated[b] > (1 + NEAR) * simulated[a]]

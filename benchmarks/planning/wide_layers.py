@@ -147,20 +147,22 @@ def counted(step: Callable[[], Any], pipe: autopart.Pipe) -> dict[str, int]:
 
 
 def exchanges_by_states(pipe: autopart.Pipe) -> int:
-    """Return how many exchanges the ranks of a group make for one micro-batch: one for each value that is read in
-    another state, and for its gradient, and those of the loss."""
+    """Return how many exchanges the ranks of all groups make for one micro-batch: one in each stage for each value that
+    is read in another state, and for its gradient, and those of the loss."""
     shards, graph = pipe.plan.decision.shards, pipe.session.graph
     if shards == 1:
         return 0
     assignment, values = choose(graph, shards), graph.value_map()
-    seen: set[tuple[str, State]] = set()
+    home = {op: number for number, stage in enumerate(pipe.plan.stages) for op in stage.ops}
+    seen: set[tuple[int, str, State]] = set()
     count = 0
     for call in calls_of(graph):
         reads = list(assignment.reads(call.op, call))
         reads += [(name, assignment.states[name], WHOLE) for name in call.op.writes if name in graph.outputs]
         for name, held, wanted in reads:
-            there, back = passes(held, wanted) if (name, wanted) not in seen else (0, 0)
-            seen.add((name, wanted))
+            key = home[call.op.name], name, wanted
+            there, back = passes(held, wanted) if key not in seen else (0, 0)
+            seen.add(key)
             count += (there > 0) + (back > 0 and (name not in values or values[name].grad))
         count += {CLASSES: 2, ROWS: 1}.get(assignment.strategies[call.op.name].how, 0)
     return shards * count

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from support.models.tokens import token_models as small
 from support.models.tokens.decoder import Shape, decoder
 
 import autopart
+from autopart.batch.batch import flatten
+from autopart.capture import CaptureCache
+from autopart.ir.graph import Size
+from autopart.options import read_options
+from autopart.passes.search.space import PlanRequest
 from autopart.passes.search.variants.slicing import even_lengths
+from autopart.passes.shards.choice import choose
+from autopart.passes.tokens.recipe import CARRY, Recipe
+from autopart.planning.derive.token_axis import token_recipe
+from autopart.planning.shards import ways_to_divide
 
 CASE = decoder(Shape())
 
@@ -43,7 +52,17 @@ def test_each_slice_has_the_latencies_of_its_exchanges() -> None:
     assert four.step_ns - two.step_ns > alone[1].step_ns - alone[0].step_ns
 
 
-def test_a_number_of_tokens_that_slices_cannot_divide_is_planned_whole_or_without_cut_tokens() -> None:
-    batch = small.token_batch(4)
-    plan = planned(batch, small.Model(small.causal_convolution, 2).double(), token_slices="auto")
-    assert plan.decision.shards == 2 and all(length > 0 for length in plan.decision.token_slices)
+def test_searched_slices_are_cut_along_tokens_where_lengths_allow_it_else_both_ways_are_planned() -> None:
+    batch = flatten(CASE.data(4, torch.float64))
+    captures = CaptureCache(CASE.model(dtype=torch.float64))
+    graph, recipe = captures(batch, Size(4)).graph, token_recipe(captures, batch, Size(4))
+    assert isinstance(recipe, Recipe)
+    options = read_options(tensor_parallel=2, token_slices="auto")
+    request = PlanRequest(((4,),), token_slices="auto", token_axis=recipe.axis())
+    ((found, own),) = ways_to_divide(graph, 2, request, recipe, options)
+    assert found == choose(graph, 2) and own.token_step == 2
+    name = next(name for name, form in recipe.forms.items() if form.queries is not None and form.queries.axis == 1)
+    behind = replace(recipe.ops[graph.writer()[name]], how=CARRY)  # as if it needed all tokens before
+    other = replace(recipe, ops={**recipe.ops, graph.writer()[name]: behind})
+    (whole, first), (uncut, second) = ways_to_divide(graph, 2, request, other, options)
+    assert whole == found and first.token_slices == () and second.token_slices == "auto" and uncut != found

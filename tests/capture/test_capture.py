@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import pkgutil
 import warnings
 from collections import OrderedDict
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -359,6 +361,16 @@ class Recurrent(nn.Module):
 def test_a_recurrent_cell_draws_random_numbers_only_for_its_dropout(cell, dropout):
     graph = capture(Recurrent(cell, dropout), flatten(torch.randn(4, 3, 4))).graph
     assert any(op.random for op in graph.ops) == (dropout > 0)
+
+
+@pytest.mark.parametrize(("cell", "step"), [(nn.LSTM, "lstm_cell"), (nn.GRU, "gru_cell")])
+def test_a_recurrent_layer_is_not_walked_token_by_token_to_know_its_shapes(cell, step):
+    name = f"torch._decomp.decompositions.{step}"
+    with mock.patch(name, side_effect=pkgutil.resolve_name(name)) as taken:
+        graph = capture(Recurrent(cell, 0.0), flatten(torch.randn(4, 50, 4))).graph
+    assert taken.call_count < 25
+    outputs = {value.shape for value in graph.values}
+    assert {(4, 50, 4)} < outputs and len(graph.ops) < 20
 
 
 def test_reentrant_gradient_checkpointing_is_warned_of_and_exact():

@@ -188,13 +188,14 @@ def _spaces(source: PlannerInput, fine: Graph, estimator: Estimator, request: Pl
     """
     together = [path for paths in request.keep_together() for path in paths]
     check_own_ops(source.graph, fine, [*request.cuts, *together])
-    most_blocks = max(MOST_BLOCKS, request.stages or 0, min(estimator.cluster.world, LARGEST))
+    most_blocks = max(MOST_BLOCKS, request.stages or 0, min(estimator.cluster.world * request.shards, LARGEST))
     many = check_graph(blocks_of(fine, request, most_blocks))
     chain = BlockChain(many, source.graph, source.cost_model)
     whole = SearchSpace(chain, estimator.over(chain), request, fine, forced_bounds(many, fine, request.cuts))
-    if len(many.ops) <= BLOCKS:
+    blocks = BLOCKS if request.shards == 1 else MOST_BLOCKS  # groups have few stages, of many layers each
+    if len(many.ops) <= blocks:
         return whole, whole
     spans = {boundary for span in whole.spans for boundary in span}
     kept = tuple(sorted({*whole.forced, *spans} - {0, len(many.ops)}))
-    few, many = nested(many, blocks=BLOCKS, also=kept)
+    few, many = nested(many, blocks=blocks, also=kept)
     return whole.over(few), whole.over(many)

@@ -92,7 +92,9 @@ def fastest(
         for n, plan in plans
         if n != shards
     ]
-    return replace(best, outlook=replace(best.outlook, alternatives=(*best.outlook.alternatives, *slower)))
+    outlook = replace(best.outlook, alternatives=(*best.outlook.alternatives, *slower))
+    bounds = [plan.outlook.optimality.lower_bound for _, plan in plans if plan.outlook.optimality is not None]
+    return replace(best, outlook=outlook.with_bound(min(bounds)) if bounds else outlook)
 
 
 def for_groups(
@@ -101,14 +103,17 @@ def for_groups(
     """Return what to plan for the groups of ranks that compute together."""
     groups = grouped(cluster, shards)
     costs = GroupCosts(asked.cost_model, asked.graph, choose(asked.graph, shards), cluster)
-    request = replace(request, zero=0, replicas=1 if any(op.random for op in asked.graph.ops) else request.replicas)
+    replicas = 1 if any(op.random for op in asked.graph.ops) else request.replicas
+    request = replace(request, zero=0, replicas=replicas, shards=shards)
     return replace(asked, graph=costs.graph(asked.graph.size, 0), cost_model=costs), twin, groups, request
 
 
 def for_ranks(plan: Plan, graph: Graph, shards: int) -> Plan:
     """Return a plan for groups as one for their ranks.  graph: that all of them compute."""
     made_for = replace(plan.provenance, graph_digest=graph.shape_digest(), structure_digest=graph.structure_digest())
-    found = replace(plan, provenance=made_for, decision=spelled_out(plan.decision, shards))
+    spans = [line.removeprefix("rank ").partition(":") for line in plan.outlook.spans]
+    outlook = replace(plan.outlook, spans=tuple([f"rank {int(rank) * shards}:{rest}" for rank, _, rest in spans]))
+    found = replace(plan, provenance=made_for, decision=spelled_out(plan.decision, shards), outlook=outlook)
     return found.with_notes(*_notes(graph, shards))
 
 

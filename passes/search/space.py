@@ -64,6 +64,8 @@ class PlanRequest:
     tokens.  state_factor: bytes of optimizer state per byte of trainable parameter.  prove_seconds: time to find a
     certificate (`certificate`) of the plan, if its largest micro-batch has prove_rows rows (None: any number).
     rival_ns: step of a plan of another request, 0 for none: what cannot be faster, or is not nearly, is not searched.
+    shards: ranks of each device of the cluster, where these are groups that compute together: what people read counts
+    ranks.
     """
 
     micro_rows: tuple[tuple[int, ...], ...]
@@ -88,6 +90,7 @@ class PlanRequest:
     prove_seconds: float = 0.0
     prove_rows: int | None = None
     rival_ns: int = 0
+    shards: int = 1
 
     def normalized(self) -> PlanRequest:
         """Fill in what follows from the rest.

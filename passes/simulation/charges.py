@@ -33,7 +33,7 @@ class GraphIndex:
     """A graph with its ops and its sizes in bytes by name.
 
     params: all parameters.  trained: trainable ones.  summed: their gradients as replicas sum them.  copies: copies of
-    parameters in another precision.  values: values.
+    parameters in another precision.  values: values.  once_ns: `Param.once_ns`, where there is one.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -45,6 +45,7 @@ class GraphIndex:
         self.summed = {p.name: summed_bytes(p) for p in graph.params if p.trainable}
         self.copies = {p.name: p.copy_bytes for p in graph.params if p.copy_bytes}
         self.values = {v.name: v.size_bytes for v in graph.values}
+        self.once_ns = {p.name: p.once_ns for p in graph.params if p.once_ns}
 
     def params_of(self, stage: Stage) -> set[str]:
         """Return the parameters that a stage uses.  O(uses)."""
@@ -215,9 +216,10 @@ def computing(share: Share) -> Amounts:
 
 
 def split_backward(share: Share) -> Amounts:
-    """Charge what W takes where the backward has two parts, and what a micro-batch keeps from I to W: the inputs and
-    the gradients of its products."""
+    """Charge what W takes where the backward has two parts, exchanges of I that it does not hide then, and what a
+    micro-batch keeps from I to W: the inputs and the gradients of its products."""
     return {
+        "hidden_ns": max([sum([cost.hidden_ns for cost in costs]) for costs in share.costs]),
         "weight_ns": max([sum([cost.weight_ns for cost in costs]) for costs in share.costs]),
         "weight_bytes": sum([cost.weight_bytes for cost in share.costs[0]]),
     }
@@ -306,6 +308,13 @@ def replica_sums(share: Share) -> Amounts:
     }
 
 
+def group_sums(share: Share) -> Amounts:
+    """Charge, before the optimizer's step, the sums of gradients of parameters that the ranks of a shard group hold
+    whole, as if nothing ran beside them."""
+    once_ns = share.whole.once_ns
+    return {"optimizer_ns": sum([once_ns.get(name, 0) for name in share.used])} if once_ns else {}
+
+
 def communicators(share: Share) -> Amounts:
     """Charge what a library holds for each rank that messages are exchanged with, and for the sum over replicas.
 
@@ -342,6 +351,7 @@ CHARGES: tuple[Callable[[Share], Amounts], ...] = (
     weights,
     weight_versions,
     optimizer,
+    group_sums,
     replica_sums,  # behind all that may be gone by then
     communicators,
     batch_inputs,

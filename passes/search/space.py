@@ -198,7 +198,7 @@ class SearchSpace:
     fine: Graph
     forced: tuple[int, ...]
     recomputed: dict[Hashable, Stage] = field(default_factory=dict, init=False, compare=False)
-    grouped: dict[Hashable, dict[int, list[tuple[int, list[range]]]]] = field(
+    grouped: dict[Hashable, dict[int, list[tuple[int, int, list[range]]]]] = field(
         default_factory=dict, init=False, compare=False
     )
     finer: dict[int, SearchSpace] = field(default_factory=dict, init=False, compare=False)

@@ -192,10 +192,9 @@ def _spaces(source: PlannerInput, fine: Graph, estimator: Estimator, request: Pl
     many = check_graph(blocks_of(fine, request, most_blocks))
     chain = BlockChain(many, source.graph, source.cost_model)
     whole = SearchSpace(chain, estimator.over(chain), request, fine, forced_bounds(many, fine, request.cuts))
-    blocks = BLOCKS if request.shards == 1 else MOST_BLOCKS  # groups have few stages, of many layers each
-    if len(many.ops) <= blocks:
+    if len(many.ops) <= BLOCKS:
         return whole, whole
     spans = {boundary for span in whole.spans for boundary in span}
     kept = tuple(sorted({*whole.forced, *spans} - {0, len(many.ops)}))
-    few, many = nested(many, blocks=blocks, also=kept)
+    few, many = nested(many, blocks=BLOCKS, also=kept)
     return whole.over(few), whole.over(many)

@@ -16,7 +16,8 @@ The planner sees a group as one device that runs the graph of one of its ranks. 
 Where devices move bytes while they compute, as the code of a rank does (`runtime.stages.shard_group`):
 
     beside    an exchange of a backward counts as far as it takes longer than the products of weights' gradients that
-              run meanwhile; where these wait for W, it counts whole (`Cost.hidden_ns`)
+              run meanwhile; where these wait for W, it counts whole (`Cost.hidden_ns`).  What a product
+              works on stays until it runs, so its workspace counts twice
     again     what was gathered for products with trained weights alone is not kept: it is gathered again in the
               backward, as far as that takes longer than the products that make gradients of it
 
@@ -95,6 +96,8 @@ class GroupCosts:
         for row in (_SAVED, _SCRATCH, _WEIGHT_BYTES):
             more = np.where(table.columns[row][op] > 0, sizes[tensor] * (t - 1) / t, 0)
             np.add.at(columns[row], op, np.where(again & (row == _SAVED), 0, more))
+        if self._may_overlap:
+            columns[_SCRATCH, list(self._waiting)] *= 2
         states = self.assignment.states
         local = {n: size // t if states[n].kind == CUT_KIND else size for n, size in table.value_bytes.items()}
         return CostTable(np.floor(columns), local)

@@ -69,8 +69,8 @@ class Share:
     ranks: of these devices.  whole: the graph at the rows of a whole micro-batch.  types: the types of these devices,
     each with the graph at their rows.  state_factor, group_ns: as in `Estimator`.  sums: what is charged so far, by
     field of `Estimate`.  costs: of the stage's ops together, for each type.  weights, copies, trained, summed: bytes of
-    its parameters, of copies, of the trainable ones, and of gradients as replicas sum them.  once_ns: `Param.once_ns` of
-    all.  updated: of the trainable ones, those that a device updates.  Where replicas take micro-batches in turn, a
+    its parameters, of copies, of the trainable ones, and of gradients as replicas sum them.  once_ns: `Param.once_ns`
+    of all.  updated: of the trainable ones, those that a device updates.  Where replicas take micro-batches in turn, a
     device has all rows of every r-th one (micros).
     """
 

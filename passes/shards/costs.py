@@ -38,7 +38,7 @@ import numpy.typing as npt
 
 from autopart.ir.cluster import DEVICE_KINDS, Cluster
 from autopart.ir.decision import Decision
-from autopart.ir.errors import UsageError
+from autopart.ir.errors import RefusedError, UsageError
 from autopart.ir.graph import Cost, Graph, Op, Size
 from autopart.passes.ops.analytic_costs import saved_values, storage
 from autopart.passes.ops.cost_model import FIELDS, CostTable, OpCosts
@@ -125,6 +125,15 @@ class GroupCosts:
         np.add.at(columns[_FWD], op, forward)
         np.add.at(columns[_BWD], op, backward - hidden + again)
         np.add.at(columns[_HIDDEN], op, hidden)
+
+    def exchange_ns(self) -> dict[str, tuple[int, int]]:
+        """Return, by op, the latencies of the exchanges in its forward and in its backward.  O(reads)."""
+        found, latency_ns = dict[str, tuple[int, int]](), round(self.cluster.levels[0].link.latency_ns)
+        for n, _, there, back in self._edges.T.tolist():
+            name = self.graph_of_all.ops[n].name
+            fwd_ns, bwd_ns = found.get(name, (0, 0))
+            found[name] = fwd_ns + latency_ns * (there > 0), bwd_ns + latency_ns * (back > 0)
+        return found
 
     def _widths(self, columns: npt.NDArray[np.float64], sizes: _Table, device_type: int) -> None:
         """Let products take as much longer as their parts fill fewer waves, and as long as to read a whole weight."""
@@ -319,6 +328,22 @@ def grouped(cluster: Cluster, shards: int) -> Cluster:
     ]
     kept = tuple(level for level in levels if level.size > 1) or (levels[-1],)
     return replace(cluster, devices=cluster.devices[::shards], levels=kept)
+
+
+def of_groups(decision: Decision) -> Decision:
+    """Return the decision for groups of one for their ranks (`spelled_out`).  Raises RefusedError where ranks that
+    compute together are not next to each other."""
+    shards = decision.shards
+    stages = [
+        replace(stage, ranks=tuple([r // shards for r in stage.ranks[::shards]]), shards=1) for stage in decision.stages
+    ]
+    found = replace(decision, world=decision.world // shards, stages=tuple(stages))
+    if spelled_out(found, shards) != decision:
+        raise RefusedError(
+            "this plan cannot be simulated: ranks that compute together are not next to each other, in order",
+            fix=f"give each stage ranks n * {shards} to n * {shards} + {shards - 1}",
+        )
+    return found
 
 
 def spelled_out(decision: Decision, shards: int) -> Decision:

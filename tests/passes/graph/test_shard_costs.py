@@ -142,20 +142,21 @@ def test_beside_computes_exchanges_of_a_backward_count_where_they_take_longer(mo
     beside = costs_of(graph, 8).graph(Size(4), 0)
     monkeypatch.setattr(GroupCosts, "_may_overlap", False)
     alone = costs_of(graph, 8).graph(Size(4), 0)
-    products = {op.name for op in graph.ops if op.module.endswith("_proj")}
-    hidden = again = 0
+    products = {op.name for op in graph.ops if op.module.endswith(("_proj", "lm_head"))}
+    hidden = again = kept = 0
     for one, other in zip(beside.ops, alone.ops, strict=True):
         a, b = one.cost, other.cost
         assert (a.fwd_ns, a.weight_ns, a.weight_bytes) == (b.fwd_ns, b.weight_ns, b.weight_bytes)
-        assert (b.hidden_ns, b.saved_bytes >= a.saved_bytes) == (0, True)
+        assert b.hidden_ns == 0 and a.saved_bytes <= b.saved_bytes
         assert a.saved_bytes == b.saved_bytes or one.name in products
-        hidden, again = hidden + a.hidden_ns, again + a.bwd_ns + a.hidden_ns - b.bwd_ns
+        if one.module.startswith("model.layers.1"):
+            hidden, again = hidden + a.hidden_ns, again + a.bwd_ns + a.hidden_ns - b.bwd_ns
+            kept += b.saved_bytes - a.saved_bytes
     link, x = NODE.levels[0].link, 4 * TOKENS * 4096 * 2
     exchange_ns = link.latency_ns + x * 7 / 8 * 1e9 / link.bytes_per_s
-    assert hidden == pytest.approx(3 * 4 * exchange_ns, rel=0.1)  # four in each block; products of weights take longer
+    assert 2.4 * exchange_ns < hidden <= 4.01 * exchange_ns  # there are four, and small products of weights
     assert 0 <= again < 0.2 * hidden  # what products of inputs do not hide of what is gathered once more
-    kept = [sum(op.cost.saved_bytes for op in each.ops) for each in (alone, beside)]
-    assert kept[0] - kept[1] == pytest.approx(3 * 2 * x * 7 / 8, rel=0.05)
+    assert kept == pytest.approx(2 * x * 7 / 8, rel=0.01)
 
 
 def test_gradients_of_whole_parameters_are_summed_once_a_step() -> None:

@@ -208,7 +208,7 @@ class GroupCosts:
     def _filled(self) -> _Table:
         """(exchange, op) of the products that run beside each exchange of a backward, one a column, as in
         `runtime.stages.weight_gradients.fill`: all that wait but the largest, or the only one."""
-        params, edges = self.graph_of_all.param_map(), defaultdict(list)
+        params, edges = self.graph_of_all.param_map(), defaultdict[int, list[int]](list)
         for number, (op, _, _, back) in enumerate(self._edges.T.tolist()):
             edges[op] += [number] * bool(back)
         waiting, found = list[tuple[int, int]](), list[tuple[int, int]]()
@@ -237,7 +237,7 @@ class GroupCosts:
     @cached_property
     def _readers(self) -> _Table:
         """(exchange, op) of the products for which a value is gathered again in the backward, one a column."""
-        roots, readers = storage(self.graph_of_all), defaultdict(list)
+        roots, readers = storage(self.graph_of_all), defaultdict[str, list[int]](list)
         for n, name in self._saved:
             readers[roots.get(name, name)].append(n)
         found = []

@@ -13,7 +13,6 @@ from support.models.tokens.by_hand import Gpt
 import autopart
 from autopart import api
 from autopart.files.plans import plan_from_json, plan_to_json
-from autopart.ir.errors import InfeasibleError
 from autopart.ir.timeline import read_spans
 from autopart.options import read_options
 from autopart.report.comparison import comparison_facts, comparison_table
@@ -59,21 +58,11 @@ def test_the_simulated_step_has_rows_of_ranks() -> None:
     assert same == plan and same.outlook.spans == plan.outlook.spans
 
 
-def test_notes_and_errors_count_ranks() -> None:
+def test_notes_and_errors_count_ranks_and_groups() -> None:
     plan, _ = planned("cpu:8", replicas=1)
     assert "4 of 8 devices idle: 2 stages were asked for" in plan.notes
     with pytest.raises(autopart.UsageError, match="2 stages need 2 groups of 4 devices, but the cluster has 1"):
         planned("cpu:4", tensor_parallel=4, replicas=1)
-    with pytest.raises(InfeasibleError) as failure:
-        planned(tiny(4), stages=None, replicas=None)
-    assert " 4 devices" in str(failure.value) or "the devices are too slow" in str(failure.value)
-    print(failure.value)
-
-
-def tiny(world: int) -> autopart.Cluster:
-    """Devices with too little memory for any plan."""
-    device = autopart.Device("cpu", 4096, 10**10, 10**10)
-    return autopart.Cluster((device,) * world, (autopart.Level(world, autopart.Link(1000, 10**9)),))
 
 
 def test_differences_name_the_groups() -> None:

@@ -20,6 +20,7 @@ from autopart.passes.shards.choice import Held, choose
 from autopart.passes.shards.states import COPY, CUT_KIND, KEEP, WHOLE, State, transition
 from autopart.passes.shards.strategies import CLASSES, DRAWN, MEAN, ROWS, SECTION, SIZES, VOCABULARY, Strategy
 from autopart.planning.derive.reduction import Layouts
+from autopart.rng import keyed_rows
 from autopart.runtime.stages.shard_group import ClassEntropy, Drawn, Exchange, Members, RowEntropy, Vocabulary
 from autopart.runtime.stages.stage_module import RecomputedGroup, StageModule
 
@@ -226,7 +227,9 @@ class _Shards:
         strides = captured.stride() if isinstance(captured, torch.Tensor) else range(ndim, 0, -1)
         order = sorted(range(ndim), key=lambda axis: -strides[axis])
         cut = (state.axis, state.before) if state.kind == CUT_KIND else None
-        self._become(node, Drawn(self._members, cut, order), node.args)
+        op, number, *rest = node.args
+        rows, rest = (tuple(rest[:3]), rest[3:]) if node.target is keyed_rows else (None, rest)
+        self._become(node, Drawn(self._members, cut, order, rows), (op, number, *rest))
 
     def _become(self, node: fx.Node, module: nn.Module, arguments: Sequence[Any] | None = None) -> None:
         """Replace an op by a module that takes these arguments, by default its first two."""

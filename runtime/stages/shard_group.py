@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autopart.rng import keyed
+from autopart.rng import keyed, keyed_rows
 from autopart.runtime.activity import waiting
 from autopart.runtime.group.world import World
 
@@ -160,11 +160,13 @@ class _Exchanged(torch.autograd.Function):
 class Drawn(nn.Module):
     """A random op that draws for a whole tensor, of which each member has a part.  cut: of its operand and results,
     None where all have all.  order: of the axes in the memory of the operand in the whole program, since numbers are
-    drawn in that order."""
+    drawn in that order.  rows: how operand and results hold rows, where replicas have some of them (`rng.keyed_rows`);
+    None where all have all."""
 
-    def __init__(self, members: Members, cut: Cut | None, order: Sequence[int]) -> None:
+    def __init__(self, members: Members, cut: Cut | None, order: Sequence[int], rows: Any = None) -> None:
         super().__init__()
         self._members, self._cut, self._order = members, cut, tuple(order)
+        self._draw = keyed if rows is None else lambda op, number, *given: keyed_rows(op, number, *rows, *given)
 
     def forward(self, op: Any, number: int, tensor: torch.Tensor, *arguments: Any) -> Any:
         """Return this member's part of what the op returns."""
@@ -174,10 +176,10 @@ class Drawn(nn.Module):
         whole = torch.empty_permuted(size, self._order, dtype=tensor.dtype, device=tensor.device).fill_(1)
         if cut is None:
             whole.copy_(tensor)
-            return keyed(op, number, whole, *arguments)
+            return self._draw(op, number, whole, *arguments)
         axis, before = cut
         _parts(members, cut, whole).select(axis + 1, members.index).copy_(torch.unflatten(tensor, axis, (before, -1)))
-        found = keyed(op, number, whole, *arguments)
+        found = self._draw(op, number, whole, *arguments)
         own = partial(_slice, members, cut)
         return own(found) if isinstance(found, torch.Tensor) else tuple(map(own, found))
 

@@ -15,7 +15,8 @@ GRAPH = parse_graph("a +big:900 +tied:100 <- x; b +tied +other:50 <- a")
 def owners(first: str, second: str) -> list[dict[str, int]]:
     """Return the owners in each of two stages on these ranks, which share the optimizer state."""
     text = f"schedule 1f1b, micro-batches of 1 rows, world 3, zero 1\nstage on {first}: a\nstage on {second}: b"
-    return [dict(sharing.owners) for sharing in placement_of(GRAPH, parse_decision(text)).sharing]
+    sharing = placement_of(GRAPH, parse_decision(text)).sharing
+    return [dict(next((each.owners for each in sharing if each.stage == stage), {})) for stage in (0, 1)]
 
 
 def test_replicas_of_two_stages_have_one_owner_of_a_tied_parameter() -> None:

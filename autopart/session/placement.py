@@ -184,27 +184,21 @@ def _dealt(
     """
     if stage.replicas < 2:
         return {}
-    count = stage.shards
-    mine = {name: own for name, own in pieces.items() if len(own) in (1, count)}  # others lie on one rank each
-    kept = {
-        piece: min(own)
-        for pieces in mine.values()
-        for piece in pieces
-        if (own := set(keepers.get(piece, ())).intersection(stage.ranks))
-    }
-    replica = owners_of(
-        {name: sizes[name] // len(own) for name, own in mine.items() if own[0] not in kept}, stage.replicas
-    )
-    whole_ones: list[dict[str, int]] = [{} for _ in range(stage.replicas)]
-    for name, owner in replica.items():
+    mine = {name: own for name, own in pieces.items() if len(own) in (1, stage.shards)}  # others lie on one rank each
+    every = [piece for own in mine.values() for piece in own]
+    kept = {piece: min(own) for piece in every if (own := set(keepers.get(piece, ())).intersection(stage.ranks))}
+    held = {name: sizes[name] // len(own) for name, own in mine.items() if own[0] not in kept}
+    replica = owners_of(held, stage.replicas)
+    undivided: list[dict[str, int]] = [{} for _ in range(stage.replicas)]
+    for name, number in replica.items():
         if mine[name][0].is_whole:
-            whole_ones[owner][name] = sizes[name]
-    place = {name: at for own in whole_ones for name, at in owners_of(own, count).items()}
+            undivided[number][name] = held[name]
+    place = {name: at for own in undivided for name, at in owners_of(own, stage.shards).items()}
 
     def rank(piece: Piece) -> int:
-        return stage.ranks[replica[piece.name] * count + place.get(piece.name, piece.index)]
+        return stage.ranks[replica[piece.name] * stage.shards + place.get(piece.name, piece.index)]
 
-    return {piece: kept[piece] if piece in kept else rank(piece) for pieces in mine.values() for piece in pieces}
+    return {piece: kept[piece] if piece in kept else rank(piece) for piece in every}
 
 
 def _shared(number: int, stage: Stage, dealt: Mapping[Piece, int], bucket_bytes: int) -> Iterator[Sharing]:

@@ -73,7 +73,7 @@ def test_a_checkpoint_is_loaded_into_pieces_and_from_pieces(
         assert (result["own"]["first.weight"] == PIECES["first.weight"]) == then
 
 
-@pytest.mark.parametrize("optimized", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("optimized", [False, True])
 def test_pieces_move_to_another_plan(optimized: bool, pair: Workers) -> None:
     shapes: dict[str, tuple[int, ...]] = {}
     model = block()

@@ -246,8 +246,8 @@ def moved_bytes(graph: Graph, old: Placement, new: Placement, kept: Sequence[Kep
             state.setdefault(old.piece(rank, name), size)
     names = dict.fromkeys(piece.name for piece in having)
     wanting = {piece: new.keepers.get(piece, ()) for name in names for piece in new.pieces(name)}
-    for (source, needed), rank, target in spread(having, wanting, state):
-        pairs[rank, target] += int(state[source] * source.parts * overlap(source, needed))
+    for (piece, needed), source, target in spread(having, wanting, state):
+        pairs[source, target] += int(state[piece] * piece.parts * overlap(piece, needed))
     return dict(pairs)
 
 

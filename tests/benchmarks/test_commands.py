@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.shared.hosts import why_not
+from benchmarks.shared.quotas import why_not as no_quotas
 
 ROOT = Path(__file__).parents[2]
 SMALL = {
@@ -24,6 +25,7 @@ SMALL = {
     "planning.ranks": "--only 1024",
     "planning.splits": "--models lstm --rounds 2",
     "planning.start": "--layers 1",
+    "planning.wide_layers": "--width 64 --rounds 2 --warmup 1 --dry",
     "papers.terapipe": "",
     "steps.against": "--rounds 2 --warmup 1 --layers 1 --out -",
     "steps.asynchronous": "--rounds 2 --warmup 0 --batches 2 --dry",
@@ -77,7 +79,8 @@ def run(words: list[str], results: Path) -> None:
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize("name", SMALL)
 def test_a_benchmark_runs_with_small_sizes(name: str, tmp_path: Path) -> None:
-    if name == "steps.two_hosts" and (reason := why_not()):
+    reasons = {"steps.two_hosts": why_not, "planning.wide_layers": lambda: no_quotas(4)}
+    if name in reasons and (reason := reasons[name]()):
         pytest.skip(reason)
     shutil.copytree(ROOT / "benchmarks/results", tmp_path / "results")  # some keep what others have recorded
     run(["-m", f"benchmarks.{name}", *SMALL[name].split()], tmp_path / "results")

@@ -10,6 +10,7 @@ from torch import nn
 
 import autopart
 from support.models.tokens.by_hand import Gpt
+from support.oracles import fake_nccl  # noqa: F401  registers the transport
 
 EXACT = 1e-10
 BESIDE = {"tensor_parallel": 2, "stages": 1, "replicas": 2}

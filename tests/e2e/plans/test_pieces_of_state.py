@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.jobs.pieces import BESIDE, EXACT, HALF, SHARED, adamw, batch, compiled, gpt, masters_of, state_of
+from support.jobs.state.pieces import BESIDE, EXACT, HALF, SHARED, adamw, batch, compiled, gpt, masters_of, state_of
 from support.languages.graphs import cluster
 from support.models.tokens.by_hand import Gpt
 from support.models.zoo import CASES

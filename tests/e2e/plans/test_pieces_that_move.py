@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.jobs.pieces import BESIDE, EXACT, HALF, SHARED, adamw, alone, batch, compiled, gpt, masters_of
+from support.jobs.state.pieces import BESIDE, EXACT, HALF, SHARED, adamw, alone, batch, compiled, gpt, masters_of
 from support.workers import Workers
 
 import autopart

@@ -172,6 +172,10 @@ def carried(world: int, given: dict[str, Any], other: dict[str, Any]) -> tuple[l
             optimizer.step()
             optimizer.zero_grad()
             if seed == 1:
+                if pipe.plan.decision.shards > 1:
+                    again = pipe.replan(optimizer)
+                    assert not again.adopted and again.reason.startswith("the plan that runs is still the best one")
+                    assert again.before_s == pytest.approx(pipe.plan.step_ns * 1e-9, rel=1e-6)
                 plan = autopart.plan(gpt(), **options(world, **other))
                 pipe.adopt(plan)
                 assert pipe.plan.decision.shards == other.get("tensor_parallel", 1)

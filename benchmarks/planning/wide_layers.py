@@ -147,20 +147,22 @@ def counted(step: Callable[[], Any], pipe: autopart.Pipe) -> dict[str, int]:
 
 
 def exchanges_by_states(pipe: autopart.Pipe) -> int:
-    """Return how many exchanges the ranks of a group make for one micro-batch: one for each value that is read in
-    another state, and for its gradient, and those of the loss."""
+    """Return how many exchanges the ranks of all groups make for one micro-batch: one in each stage for each value that
+    is read in another state, and for its gradient, and those of the loss."""
     shards, graph = pipe.plan.decision.shards, pipe.session.graph
     if shards == 1:
         return 0
     assignment, values = choose(graph, shards), graph.value_map()
-    seen: set[tuple[str, State]] = set()
+    home = {op: number for number, stage in enumerate(pipe.plan.stages) for op in stage.ops}
+    seen: set[tuple[int, str, State]] = set()
     count = 0
     for call in calls_of(graph):
         reads = list(assignment.reads(call.op, call))
         reads += [(name, assignment.states[name], WHOLE) for name in call.op.writes if name in graph.outputs]
         for name, held, wanted in reads:
-            there, back = passes(held, wanted) if (name, wanted) not in seen else (0, 0)
-            seen.add((name, wanted))
+            key = home[call.op.name], name, wanted
+            there, back = passes(held, wanted) if key not in seen else (0, 0)
+            seen.add(key)
             count += (there > 0) + (back > 0 and (name not in values or values[name].grad))
         count += {CLASSES: 2, ROWS: 1}.get(assignment.strategies[call.op.name].how, 0)
     return shards * count
@@ -200,7 +202,8 @@ def report(found: dict[str, Any], cluster: autopart.Cluster, sizes: dict[str, in
         }  # fmt: skip
         print(
             f"  {name:30s} {spread(values)}  simulated {simulated[name]:.4f} s, {plan.schedule}, "
-            f"{len(plan.micro_rows)} micro-batches, {messages['messages']} messages, {messages['exchanges']} exchanges"
+            f"{len(plan.micro_rows)} micro-batches, {messages['messages']} messages, {messages['exchanges']} exchanges "
+            f"({messages['exchanges by states']} by states)"
         )
     order = sorted(simulated, key=lambda name: simulated[name])
     apart = [(a, b) for a, b in pairwise(order) if simulated[b] > (1 + NEAR) * simulated[a]]

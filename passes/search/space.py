@@ -216,6 +216,11 @@ class SearchSpace:
         return self if request is self.request else replace(self, request=request, forced=())
 
     @cached_property
+    def is_chain(self) -> bool:
+        """Whether the chain is the only order of the blocks: each reads what the one before it writes."""
+        return all(set(a.writes) & set(b.reads) for a, b in pairwise(self.chain.blocks.ops))
+
+    @cached_property
     def learning(self) -> frozenset[str]:
         """The blocks that have a backward: those with such an op, even if nobody reads what it writes."""
         ops = self.fine.learning_ops()
@@ -343,12 +348,6 @@ def block_span(blocks: Graph, fine: Graph, paths: tuple[str, ...]) -> tuple[int,
 
 
 # ---- relaxations ---------------------------------------------------------------------------------------------------
-
-
-def is_chain(space: SearchSpace) -> bool:
-    """Return whether the chain is the only order of the blocks: each reads what the one before it writes."""
-    ops = space.chain.blocks.ops
-    return all(set(a.writes) & set(b.reads) for a, b in pairwise(ops))
 
 
 def gradient_edges(space: SearchSpace, rows: int | None = None) -> Ints:

@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autopart.rng import keyed
+from autopart.rng import keyed, keyed_rows
 from autopart.runtime.activity import waiting
 from autopart.runtime.group.world import World
-from autopart.runtime.stages.slice_functions import Places, among_all, own_of
+from autopart.runtime.stages.slice_functions import Places, Rows, among_all, own_of
 from autopart.runtime.stages.weight_gradients import begin_filling, fill
 
 PURPOSE = "shards"
@@ -253,16 +253,20 @@ class _Exchanged(torch.autograd.Function):
 class Drawn(nn.Module):
     """A random op that draws for a whole tensor, of which each member has a part.  cut: of its operand and results,
     None where all have all.  order: of the axes in the memory of the operand in the whole program, since numbers are
-    drawn in that order.  places: of a slice of tokens in the whole sequence."""
+    drawn in that order.  places: of a slice of tokens in the whole sequence.  rows: for `rng.keyed_rows`, where
+    replicas have some of the rows; None where all have all."""
 
-    def __init__(self, members: Members, cut: Cut | None, order: Sequence[int], places: Places = ()) -> None:
+    def __init__(
+        self, members: Members, cut: Cut | None, order: Sequence[int], places: Places = (), rows: Rows | None = None
+    ) -> None:
         super().__init__()
         self._members, self._cut, self._order, self._places = members, cut, tuple(order), places
+        self._draw = keyed if rows is None else lambda op, number, *given: keyed_rows(op, number, *rows, *given)
 
     def forward(self, op: Any, number: int, tensor: torch.Tensor, *arguments: Any) -> Any:
         """Return this member's part of what the op returns."""
         places = self._own(tensor)
-        return own_of(keyed(op, number, among_all(tensor, places, self._order), *arguments), places)
+        return own_of(self._draw(op, number, among_all(tensor, places, self._order), *arguments), places)
 
     def _own(self, tensor: torch.Tensor) -> Places:
         """Return where this member's part lies in the whole, the last axis first."""

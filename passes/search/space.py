@@ -63,8 +63,9 @@ class PlanRequest:
     together.  token_slices: lengths of slices, () for whole sequences, or "auto".  token_axis: how values depend on
     tokens.  token_step: what lengths that are searched are multiples of.  state_factor: bytes of optimizer state per
     byte of trainable parameter.  prove_seconds: time to find a certificate (`certificate`) of the plan, if its largest
-    micro-batch has prove_rows rows (None: any number).  rival_ns: step of a plan of another
-    request, 0 for none: what cannot be faster, or is not nearly, is not searched.
+    micro-batch has prove_rows rows (None: any number).  rival_ns: step of a plan of another request, 0 for none: what
+    cannot be faster, or is not nearly, is not searched.  shards: ranks of each device of the cluster, where these are
+    groups that compute together: what people read counts ranks.
     """
 
     micro_rows: tuple[tuple[int, ...], ...]
@@ -90,6 +91,7 @@ class PlanRequest:
     prove_seconds: float = 0.0
     prove_rows: int | None = None
     rival_ns: int = 0
+    shards: int = 1
 
     def normalized(self) -> PlanRequest:
         """Fill in what follows from the rest.

@@ -98,7 +98,9 @@ def fastest(
         for n, plan in plans
         if plan is not best
     ]
-    return replace(best, outlook=replace(best.outlook, alternatives=(*best.outlook.alternatives, *slower)))
+    outlook = replace(best.outlook, alternatives=(*best.outlook.alternatives, *slower))
+    bounds = [plan.outlook.optimality.lower_bound for _, plan in plans if plan.outlook.optimality is not None]
+    return replace(best, outlook=outlook.with_bound(min(bounds)) if bounds else outlook)
 
 
 def ways_to_divide(
@@ -128,8 +130,9 @@ def for_groups(
     asked: PlannerInput, twin: Graph | None, cluster: Cluster, request: PlanRequest, assignment: Assignment
 ) -> tuple[PlannerInput, Graph | None, Cluster, PlanRequest]:
     """Return what to plan for the groups of ranks that compute together."""
-    groups = grouped(cluster, assignment.shards)
+    groups, shards = grouped(cluster, assignment.shards), assignment.shards
     costs = GroupCosts(asked.cost_model, asked.graph, assignment, cluster)
+    request = replace(request, shards=shards)
     asked = replace(asked, graph=costs.graph(asked.graph.size, 0), cost_model=costs, exchange_ns=costs.exchange_ns())
     return asked, twin, groups, request
 
@@ -137,7 +140,9 @@ def for_groups(
 def for_ranks(plan: Plan, graph: Graph, shards: int) -> Plan:
     """Return a plan for groups as one for their ranks.  graph: that all of them compute."""
     made_for = replace(plan.provenance, graph_digest=graph.shape_digest(), structure_digest=graph.structure_digest())
-    found = replace(plan, provenance=made_for, decision=spelled_out(plan.decision, shards))
+    spans = [line.removeprefix("rank ").partition(":") for line in plan.outlook.spans]
+    outlook = replace(plan.outlook, spans=tuple([f"rank {int(rank) * shards}:{rest}" for rank, _, rest in spans]))
+    found = replace(plan, provenance=made_for, decision=spelled_out(plan.decision, shards), outlook=outlook)
     return found.with_notes(*_notes(graph, shards))
 
 

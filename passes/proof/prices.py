@@ -37,7 +37,7 @@ from autopart.passes.graph.cuts import Floats, Ints
 from autopart.passes.ops.cost_model import FIELDS
 from autopart.passes.ops.weight_parts import summed_bytes
 from autopart.passes.proof.sets import Taken, counts_of, part_ns, rates_of, rows_needed, sets_of
-from autopart.passes.search.space import SearchSpace, block_costs, is_chain
+from autopart.passes.search.space import SearchSpace, block_costs
 from autopart.passes.simulation.charges import optimizer_ns
 
 ENDLESS = 1e20
@@ -176,7 +176,7 @@ def priced_bound(case: Priced) -> int:
     request = case.space.request
     if not case.sets or request.policy != "split" or not request.synchronous or not case.space.costs.overlap:
         return 0
-    paths = PATHS if is_chain(case.space) else PATHS[:1]
+    paths = PATHS if case.space.is_chain else PATHS[:1]
     (least,) = case.ns(0.0, 0.0, (0.0,))
     for memory in MEMORY:
         values = [value for sums in SUMS for value in case.ns(sums, memory, paths)]

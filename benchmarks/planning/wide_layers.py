@@ -112,7 +112,8 @@ def measure(
     batch = ids, ids.roll(-1, 1)
     model = partial(Decoder, sizes["width"], sizes["layers"], sizes["tokens"])
     common: dict[str, Any] = {
-        "micro_batches": sizes["micro_batches"], "sample": batch, "costs": "analytic", "optimizer": "adamw", "recompute": "off", "zero": 0, "transport": "gloo",
+        "micro_batches": sizes["micro_batches"], "sample": batch, "costs": "analytic", "optimizer": "adamw",
+        "recompute": "off", "zero": 0, "transport": "gloo",
     }  # fmt: skip
     pipes = {n: autopart.compile(seeded(model, seed=0), cluster, **{**common, **own}) for n, own in VARIANTS.items()}
     steps = {n: training_step(partial(pipe.step, *batch), pipe.parameters()) for n, pipe in pipes.items()}

@@ -197,8 +197,9 @@ def _not_rounded(found: Sequence[Trained]) -> Iterator[str]:
     """Yield parameters of the model that are not the rounded values of their masters, bit by bit."""
     state = found[0].state
     for rank, each in enumerate(found):
+        own = _parts(each, {name: state[name] for name in each.values})
         for name, master in each.values.items():
-            if not torch.equal(state[name], master.to(state[name].dtype)):
+            if not torch.equal(own[name], master.to(state[name].dtype)):
                 yield f"{name} is not the rounded master of rank {rank}"
 
 

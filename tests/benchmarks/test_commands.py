@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.shared.hosts import why_not
+from benchmarks.planning import unequal_shares
+from benchmarks.shared import hosts
 
 ROOT = Path(__file__).parents[2]
 SMALL = {
@@ -24,6 +25,7 @@ SMALL = {
     "planning.ranks": "--only 1024",
     "planning.splits": "--models lstm --rounds 2",
     "planning.start": "--layers 1",
+    "planning.unequal_shares": "--width 128 --rounds 1",
     "papers.terapipe": "",
     "steps.against": "--rounds 2 --warmup 1 --layers 1 --out -",
     "steps.asynchronous": "--rounds 2 --warmup 0 --batches 2 --dry",
@@ -48,6 +50,8 @@ SMALL = {
     "gpu.assumed": "--dry-run",
 }
 """The options of a small run."""
+WHY_NOT = {"steps.two_hosts": hosts.why_not, "planning.unequal_shares": unequal_shares.why_not}
+"""Say why a benchmark cannot run on this machine."""
 OPTIONS_ALONE = {
     "planning.report_pages", "planning.unlike", "papers.pipe_transformer", "papers.planner_objectives",
     "papers.published", "training.freezing", "gpu.half_hour",
@@ -77,7 +81,7 @@ def run(words: list[str], results: Path) -> None:
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize("name", SMALL)
 def test_a_benchmark_runs_with_small_sizes(name: str, tmp_path: Path) -> None:
-    if name == "steps.two_hosts" and (reason := why_not()):
+    if name in WHY_NOT and (reason := WHY_NOT[name]()):
         pytest.skip(reason)
     shutil.copytree(ROOT / "benchmarks/results", tmp_path / "results")  # some keep what others have recorded
     run(["-m", f"benchmarks.{name}", *SMALL[name].split()], tmp_path / "results")

@@ -201,8 +201,13 @@ def simulated(model: nn.Module, cluster: ClusterLike, sample: Any, options: Opti
     captures, machines = CaptureCache(model, options.loss_fn), _cluster(cluster)
     batch = _sample(sample, "simulate", options)
     made = make_plan(captures, batch, machines, options, to_run=False)
+    if made.plan.decision.shards > 1:
+        raise RefusedError(
+            "a step of a plan with tensor parallelism is simulated by groups of ranks, and has no timeline of ranks",
+            fix="look at plan.outlook, or use tensor_parallel=1",
+        )
     estimated = estimated_plan(made.plan, made.captured, captures, batch, machines, options)
-    return made.plan, made.captured.graph, timeline_of(made.plan.decision, *estimated)
+    return made.plan, made.captured.graph, timeline_of(*estimated)
 
 
 def answered(model: nn.Module, sample: Any, questions: Iterable[tuple[str, ClusterLike, Options]]) -> Iterator[Answer]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import InfeasibleError, UsageError
@@ -44,7 +44,7 @@ class PlannerInput:
     """The captured model and its costs.
 
     graph: captured, with costs.  cost_model: its costs at other sizes and on other devices.  torch_version, costs:
-    recorded in the plan.  group_ns: overhead of a recomputed group (`DeviceKind`).
+    recorded in the plan.  group_ns: overhead of a recomputed group (`DeviceKind`).  exchange_ns: `SliceShares` has it.
     """
 
     graph: Graph
@@ -52,6 +52,7 @@ class PlannerInput:
     torch_version: str
     costs: str = "analytic"
     group_ns: int = 0
+    exchange_ns: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 def build(source: PlannerInput, cluster: Cluster, request: PlanRequest, watch: Watch | None = None) -> Plan:
@@ -175,7 +176,7 @@ def _estimator(source: PlannerInput, cluster: Cluster, request: PlanRequest) -> 
     """Return the estimator over captured ops."""
     axis, slices = request.token_axis, None
     if axis is not None:
-        slices = slice_shares(source.graph, axis.tokens, axis.behind, axis.once, cluster.devices[0])
+        slices = slice_shares(source.graph, axis, cluster.devices[0], source.exchange_ns)
     return Estimator(
         cluster, source.cost_model, request.state_factor, overlap=True, slices=slices, group_ns=source.group_ns
     )

@@ -1,6 +1,7 @@
 """What slices of sequences would take, where devices idle and nobody asked for them.
 
-They are not chosen unasked: under them every batch has sequences of the length that was captured.
+They are not chosen unasked: under them every batch has sequences of the length that was captured.  They take another
+capture, at another length, so they are tried where a plan is asked for and not where a pipeline starts.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from autopart.planning.derive.token_axis import asked_slices, sequence_length
 from autopart.planning.restrictions import PlanningTask
 
 IDLE = 0.15
-"""Bubble from which slices are tried, as that takes another capture."""
+"""Bubble from which slices are tried."""
 LONG = 64
 """Tokens of a sequence from which slices are tried."""
 
@@ -51,4 +52,4 @@ def with_slices_tried(
 def _may_help(found: Plan, known: Plan, task: PlanningTask) -> bool:
     options, tokens = task.options, sequence_length(task.family.batch) or 0
     unasked = options.token_slices is None and options.tensor_parallel == 1 and options.schedule == "auto"
-    return unasked and tokens >= LONG and len(known.stages) > 1 and found.outlook.bubble >= IDLE
+    return unasked and not task.to_run and tokens >= LONG and len(known.stages) > 1 and found.outlook.bubble >= IDLE

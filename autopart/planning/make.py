@@ -40,7 +40,7 @@ from autopart.passes.search.space import PlanRequest
 from autopart.passes.simulation.stage_costs import device_types
 from autopart.planning.derive.family import ProgramFamily, another_size, capture_family
 from autopart.planning.derive.reduction import WHOLE, BatchRule, loss_reduction, rule_of
-from autopart.planning.derive.token_axis import AskedSlices, asked_slices
+from autopart.planning.derive.token_axis import AskedSlices, asked_slices, sliced_at
 from autopart.planning.idle import with_slices_tried
 from autopart.planning.notes import moving, notes_on
 from autopart.planning.restrictions import (
@@ -189,7 +189,8 @@ def _built(task: PlanningTask, costs: CostedGraph) -> Plan:
     cost_model = CostModel(costs.graph, twin, device_types(task.cluster))
     group_ns = DEVICE_KINDS[task.cluster.kind].group_ns
     asked = PlannerInput(costs.graph, cost_model, torch.__version__, costs.source, group_ns)
-    plan = fastest(asked, twin, task.cluster, request, task.options, partial(_found_or_built, options=task.options))
+    find_plan = partial(_found_or_built, options=task.options)
+    plan = fastest(asked, twin, task.cluster, request, task.options, task.slices.recipe, find_plan)
     precision = precision_of(task.options, None)
     if is_stand_in(precision, task.cluster.devices[0].device_type):
         notes = (*notes, "this torch has no CUDA: its casts are those of CPUs; to run it, plan again on the cluster")
@@ -275,6 +276,7 @@ def _at_own_size(task: PlanningTask, costs: CostedGraph, plan: Plan, reduction: 
     if family.other is not None and size != captured.graph.size:
         if not family.on_meta:
             own = replace(task, family=family.based_at(size), splits=(plan.micro_rows,))
+            own = replace(own, slices=sliced_at(task.slices, family.captures, family.batch, size))
             measured = _costs(own, costs)
             task, plan = _with_enough_rows(own, measured, _built(own, measured))
             captured, costs = own.family.base, measured
@@ -356,6 +358,7 @@ def plan_key(source: PlannerInput, other: Graph | None, cluster: Cluster, reques
         repr(cluster),
         repr(request),
         repr(registered()),
+        repr(source.exchange_ns),
     ]
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()
 

@@ -15,11 +15,14 @@ from autopart.passes.pipeline import PlannerInput
 from autopart.passes.program.schedules import find
 from autopart.passes.proof.lower_bound import Beaten
 from autopart.passes.search.space import PlanRequest
+from autopart.passes.shards.assignment import Assignment
 from autopart.passes.shards.calls import ATTENTION
 from autopart.passes.shards.choice import choose
 from autopart.passes.shards.costs import GroupCosts, group_sizes, grouped, spelled_out
 from autopart.passes.shards.states import CUT_KIND
 from autopart.passes.shards.strategies import DROPOUTS
+from autopart.passes.tokens.recipe import Recipe
+from autopart.planning.derive.sliced_shards import sliced_choice, sliced_problem
 
 Find = Callable[[PlannerInput, Graph | None, Cluster, PlanRequest], Plan]
 """Makes a plan, or finds it where plans are kept."""
@@ -36,7 +39,6 @@ def require_shardable(graph: Graph, options: Options, plan: Plan | None = None) 
 def _refusals(graph: Graph, options: Options, plan: Plan | None) -> Iterator[tuple[str, str]]:
     """Yield (what, what to do)."""
     given = (
-        (options.token_slices is not None, "slices of sequences", "leave token_slices out"),
         (options.replica_policy == "turn", "replicas in turn", 'use replica_policy="split"'),
         (options.zero == 1, "shared optimizer state", "use zero=0"),
         (options.backend != "eager", "compiled stages", 'use backend="eager"'),
@@ -58,51 +60,86 @@ def _refusals(graph: Graph, options: Options, plan: Plan | None) -> Iterator[tup
         decision = plan.decision
         planned = (
             (decision.zero == 1, "shared optimizer state", "plan with zero=0"),
-            (bool(decision.token_slices), "slices of sequences", "plan without token_slices"),
             (not find(decision.schedule).synchronous, f"schedule {decision.schedule}", 'plan with "1f1b"'),
         )
         yield from ((what, fix) for present, what, fix in planned if present)
 
 
 def fastest(
-    asked: PlannerInput, twin: Graph | None, cluster: Cluster, request: PlanRequest, options: Options, find_plan: Find
+    asked: PlannerInput,
+    twin: Graph | None,
+    cluster: Cluster,
+    request: PlanRequest,
+    options: Options,
+    recipe: Recipe | None,
+    find_plan: Find,
 ) -> Plan:
     """Return the plan for as many ranks in a group as the options say, or the fastest of those that fit into the
     innermost level, largest groups first, as these have the shortest search; the others are its alternatives.
-    find_plan: makes a plan.  Raises as it does, and RefusedError."""
+    recipe: of slices of tokens.  find_plan: makes a plan.  Raises as it does, and RefusedError."""
     wanted = options.tensor_parallel
     plans, slower, failures = list[tuple[int, Plan]](), list[Alternative](), list[AutopartError]()
+    ways = list[tuple[int, Assignment | None, PlanRequest]]()
     for shards in (wanted,) if isinstance(wanted, int) else reversed(group_sizes(cluster)):
-        found = asked, twin, cluster, replace(request, rival_ns=min([plan.step_ns for _, plan in plans], default=0))
         try:
-            if shards == 1:
+            divided = ways_to_divide(asked.graph, shards, request, recipe, options) if shards > 1 else [(None, request)]
+            ways += [(shards, *way) for way in divided]
+        except (RefusedError, UsageError) as failure:
+            failures.append(failure)
+    for shards, assignment, own in ways:
+        found = asked, twin, cluster, replace(own, rival_ns=min([plan.step_ns for _, plan in plans], default=0))
+        try:
+            if assignment is None:
                 plans.append((1, find_plan(*found)))
             else:
-                require_shardable(asked.graph, options)
-                plans.append((shards, for_ranks(find_plan(*for_groups(*found, shards)), asked.graph, shards)))
+                plans.append((shards, for_ranks(find_plan(*for_groups(*found, assignment)), asked.graph, shards)))
         except Beaten as beaten:
             slower.append(Alternative(f"tensor_parallel={shards}", beaten.least_ns, "at least; not searched"))
         except (RefusedError, InfeasibleError, UsageError) as failure:
             failures.append(failure)
     if not plans:
         raise failures[-1]
-    shards, best = min(plans, key=lambda each: each[1].step_ns)
+    _, best = min(plans, key=lambda each: each[1].step_ns)
     slower += [
         Alternative(f"tensor_parallel={n}", plan.step_ns, f"{plan.step_ns / max(1, best.step_ns) - 1:+.1%}")
         for n, plan in plans
-        if n != shards
+        if plan is not best
     ]
     return replace(best, outlook=replace(best.outlook, alternatives=(*best.outlook.alternatives, *slower)))
 
 
+def ways_to_divide(
+    graph: Graph, shards: int, request: PlanRequest, recipe: Recipe | None, options: Options
+) -> list[tuple[Assignment | None, PlanRequest]]:
+    """Return what ranks may divide, each with the plans that may be searched for it.
+
+    Where lengths of slices are open, and tokens can be cut inside of slices, these have lengths that allow it; else
+    whole sequences with cut tokens are searched, and slices without.  Raises RefusedError."""
+    require_shardable(graph, options)
+    plain, lengths = choose(graph, shards), request.token_slices
+    if recipe is None or not lengths:
+        return [(plain, request)]
+    held = tuple(plain.pieces(graph).items())
+    if not isinstance(lengths, str):
+        return [(sliced_choice(graph, shards, held, recipe, lengths), request)]
+    for step in (1, shards) if recipe.tokens > shards else (1,):
+        if sliced_problem(graph, plain, recipe, (step, recipe.tokens - step)) is None:
+            return [(plain, replace(request, token_step=step))]
+    found = list[tuple[Assignment | None, PlanRequest]]([(plain, replace(request, token_slices=(), token_axis=None))])
+    uncut = choose(graph, shards, held, sequence=False)
+    possible = sliced_problem(graph, uncut, recipe, (1, recipe.tokens - 1)) is None
+    return [*found, (uncut, request)] if possible else found
+
+
 def for_groups(
-    asked: PlannerInput, twin: Graph | None, cluster: Cluster, request: PlanRequest, shards: int
+    asked: PlannerInput, twin: Graph | None, cluster: Cluster, request: PlanRequest, assignment: Assignment
 ) -> tuple[PlannerInput, Graph | None, Cluster, PlanRequest]:
     """Return what to plan for the groups of ranks that compute together."""
-    groups = grouped(cluster, shards)
-    costs = GroupCosts(asked.cost_model, asked.graph, choose(asked.graph, shards), cluster)
+    groups = grouped(cluster, assignment.shards)
+    costs = GroupCosts(asked.cost_model, asked.graph, assignment, cluster)
     request = replace(request, zero=0, replicas=1 if any(op.random for op in asked.graph.ops) else request.replicas)
-    return replace(asked, graph=costs.graph(asked.graph.size, 0), cost_model=costs), twin, groups, request
+    asked = replace(asked, graph=costs.graph(asked.graph.size, 0), cost_model=costs, exchange_ns=costs.exchange_ns())
+    return asked, twin, groups, request
 
 
 def for_ranks(plan: Plan, graph: Graph, shards: int) -> Plan:

@@ -16,29 +16,44 @@ from autopart.ir.graph import Graph
 from autopart.ir.shares import RowLayout
 from autopart.passes.shards.assignment import Assignment
 from autopart.passes.shards.calls import EXPANDS, Call, bounds_of, calls_of
-from autopart.passes.shards.choice import Held, choose
 from autopart.passes.shards.states import COPY, CUT_KIND, KEEP, WHOLE, State, transition
 from autopart.passes.shards.strategies import CLASSES, DRAWN, MEAN, ROWS, SECTION, SIZES, VOCABULARY, Strategy
-from autopart.planning.derive.reduction import Layouts
+from autopart.passes.tokens.recipe import LOSS, MADE, Recipe
+from autopart.passes.tokens.recipe import MEAN as MEAN_OF_ALL
+from autopart.planning.derive.sliced_shards import kept_state
 from autopart.runtime.stages.shard_group import ClassEntropy, Drawn, Exchange, Members, RowEntropy, Vocabulary
-from autopart.runtime.stages.stage_module import RecomputedGroup, StageModule
+from autopart.runtime.stages.slice_functions import counted, drawn, part_of
+from autopart.runtime.stages.stage_module import RecomputedGroup, StageModule, StateBuffer, of_whole_batch, weighed
 
 _aten = torch.ops.aten
 
 
-def shard_code(code: StageModule, graph: Graph, assignment: Assignment, members: Members) -> StageModule:
-    """Let the code of a stage compute this member's parts, in place, and return it.
+def shard_code(
+    code: StageModule, graph: Graph, assignment: Assignment, members: Members, recipe: Recipe | None = None
+) -> StageModule:
+    """Return the code of a stage that computes this member's parts; its graph is rewritten in place.
 
-    graph: the captured one that it was cut from.  Before: parameters that are cut come as pieces, and values of other
-    stages as they hold them (`boundary`).  After: every op reads every value in the state that its strategy wants
-    (`_check`), outputs of the graph and new values of buffers are whole.  O(nodes).
+    graph: the captured one that it was cut from.  recipe: of its slices, None for whole sequences.  Before: parameters
+    that are cut come as pieces, and values of other stages as they hold them (`boundary`).  After: every op reads every
+    value in the state that its strategy wants (`_check`), outputs of the graph and new values of buffers are whole, and
+    what slices keep for later ones has all of its tokens (`kept_state`).  O(nodes).
     """
-    shards = _Shards(graph, assignment, members)
-    params = [shards.of_parameter(name, code) for name in code.params]
-    inputs = [(shards.boundary(name), name in shards.grads) for name in code.inputs]
-    module = code.module
-    shards.rewrite(module, [*params, *inputs, *[(WHOLE, False)] * len(code.numbers)], code.outputs, len(code.updates))
-    return code
+    shards, count = _Shards(graph, assignment, members), members.count
+    given = [shards.of_parameter(name, code) for name in code.params]
+    given += [(shards.boundary(name), name in shards.grads) for name in code.inputs]
+    given += [(WHOLE, False)] * len(code.numbers)
+    results = [shards.boundary(name) for name in code.outputs] + [WHOLE] * len(code.updates)
+    buffers = []
+    if recipe is not None:
+        names = (*code.states, *(name for name, _ in code.past), *(place.state for place in code.buffers))
+        kept = {name: kept_state(assignment, recipe, name) for name in names}
+        given += [(kept[name], name in shards.grads) for name, _ in code.past]
+        for place in code.buffers:
+            given += [(kept[place.state], place.state in shards.grads)] * (1 + (place.start > place.low))
+            buffers.append(replace(place, shape=kept[place.state].local(place.shape, count)))
+        results += [kept[name] for name in (*code.states, *(place.state for place in code.buffers))]
+    shards.rewrite(code.module, given, results)
+    return replace(code, buffers=tuple(buffers))
 
 
 def boundary(graph: Graph, assignment: Assignment, name: str) -> State:
@@ -47,26 +62,29 @@ def boundary(graph: Graph, assignment: Assignment, name: str) -> State:
     return WHOLE if whole else assignment.states[name]
 
 
-def held_graph(graph: Graph, shards: int, held: Held) -> Graph:
-    """Return the graph with the shapes of values as ranks pass them on."""
-    if shards == 1:
-        return graph
-    assignment = choose(graph, shards, held)
-    values = [replace(v, shape=boundary(graph, assignment, v.name).local(v.shape, shards)) for v in graph.values]
-    return replace(graph, values=tuple(values))
+def held_shape(graph: Graph, assignment: Assignment | None, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of a value as ranks pass it on.  shape: of the whole of it, or of a slice."""
+    return shape if assignment is None else boundary(graph, assignment, name).local(shape, assignment.shards)
 
 
-def held_layouts(graph: Graph, shards: int, held: Held, layouts: Layouts) -> dict[str | tuple[str, int], RowLayout]:
+def held_layouts(
+    graph: Graph, assignment: Assignment | None, layouts: Mapping[Any, RowLayout | None]
+) -> dict[_Value, RowLayout]:
     """Return how values that ranks pass on hold rows: a cut before the rows of an axis leaves less before each."""
-    assignment = choose(graph, shards, held) if shards > 1 else None
-    found: dict[str | tuple[str, int], RowLayout] = {}
-    for name, layout in layouts.items():
+    found: dict[_Value, RowLayout] = {}
+    for value, layout in layouts.items():
         if layout is None:
             continue
+        name = value if isinstance(value, str) else value[0]
         state = boundary(graph, assignment, name) if assignment is not None else WHOLE
         inside = state.kind == CUT_KIND and state.axis == layout.axis and state.before < layout.stride
-        found[name] = RowLayout(layout.axis, layout.stride // shards) if inside else layout
+        shards = assignment.shards if assignment is not None and inside else 1
+        found[value] = RowLayout(layout.axis, layout.stride // shards)
     return found
+
+
+_Value = str | tuple[str, int]
+"""A value, or one slice of it."""
 
 
 _Node = tuple[State, bool]
@@ -92,11 +110,9 @@ class _Shards:
             return self._assignment.states[name.removeprefix("cast ")], code.casts[name][0] in self.grads
         return self._assignment.states.get(name, COPY), name in self.grads
 
-    def rewrite(
-        self, module: fx.GraphModule, given: Sequence[_Node], outputs: Sequence[str], updates: int
-    ) -> list[_Node]:
-        """Rewrite one graph, and return the states of its results.  given: of its placeholders.  outputs: names of the
-        first results, which leave the stage; () for a recomputed group.  updates: number of results behind them."""
+    def rewrite(self, module: fx.GraphModule, given: Sequence[_Node], wanted: Sequence[State] = ()) -> list[_Node]:
+        """Rewrite one graph, and return the states of its results.  given: of its placeholders.  wanted: of its
+        results, as far as there are so many; () for a recomputed group, whose readers take them as they are."""
         outer, self._module = getattr(self, "_module", module), module
         states = iter(given)
         for node in list(module.graph.nodes):
@@ -108,9 +124,8 @@ class _Shards:
                 self._function(node)
         end = module.graph.output_node()
         every: Any = end.args[0]
-        results = list(every)
-        whole = [self.boundary(name) for name in outputs] + [WHOLE] * updates
-        results[: len(whole)] = [self._as(end, r, s) for r, s in zip(results[: len(whole)], whole, strict=True)]
+        results = [self._as(end, result, state) for result, state in zip(every, wanted, strict=False)]
+        results += every[len(results) :]
         end.args = (tuple(results),)
         _check(module, self._assignment, self._held)
         module.recompile()
@@ -121,7 +136,7 @@ class _Shards:
         group = module.get_submodule(str(node.target))
         assert isinstance(group, RecomputedGroup)
         arguments: Any = node.args
-        self._held[node] = self.rewrite(group.body, [self._held[arg] for arg in arguments], (), 0)
+        self._held[node] = self.rewrite(group.body, [self._held[arg] for arg in arguments])
 
     def _function(self, node: fx.Node) -> None:
         if node.target is operator.getitem:
@@ -132,16 +147,32 @@ class _Shards:
             self._held[node] = self._held[source][node.args[1]] if of_group else own
             return
         strategy = self._assignment.strategies.get(_name(node))
-        if strategy is None:  # what adjusts a value by a number of the micro-batch
-            (arg,) = [arg for arg in node.all_input_nodes if not arg.name.startswith("number_")]
-            node.replace_input_with(arg, self._as(node, arg, WHOLE))
-            self._held[node] = WHOLE, self._held[arg][1]
+        if strategy is None:
+            self._beside(node)
             return
+        if _how(node) == MADE:
+            sizes, *rest = node.args
+            node.args = (strategy.writes[0].local(sizes, self._members.count), *rest)  # type: ignore[arg-type]
         wanted = iter(strategy.reads)
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda arg: self._as(node, arg, next(wanted)))
         node.args, node.kwargs = args, kwargs
         self._held[node] = strategy.writes[0], _name(node) in self.grads
         self._change(node, strategy)
+
+    def _beside(self, node: fx.Node) -> None:
+        """Write a call beside the ops: what adjusts a value by a number of the micro-batch, or counts it, reads it
+        whole; what cuts a slice of tokens out of a value, joins and adds slices, or divides one by a count, takes all
+        that it reads as it holds the first of them."""
+        first, *others = [arg for arg in node.all_input_nodes if not arg.name.startswith("number_")]
+        state = WHOLE if node.target in (weighed, of_whole_batch, counted) else self._held[first][0]
+        if node.target is part_of and state.kind == CUT_KIND and state.axis == node.args[1]:
+            state = WHOLE
+        alike = WHOLE if node.target is _aten.div.Tensor else state
+        for arg, wanted in zip((first, *others), (state, *[alike] * len(others)), strict=True):
+            node.replace_input_with(arg, self._as(node, arg, wanted))
+        found = state, any([self._held[arg][1] for arg in (first, *others)])
+        appends = getattr(node.target, "__func__", None) is StateBuffer.append
+        self._held[node] = [found, found] if appends else found
 
     def _as(self, reader: fx.Node, value: fx.Node, wanted: State) -> fx.Node:
         """Return a value in the state that a reader wants; once for all readers that want it."""
@@ -176,14 +207,16 @@ class _Shards:
     def _sizes(self, node: fx.Node) -> None:
         expands = self._calls[_name(node)].name in EXPANDS
         node.target = _aten.expand.default if expands else _aten.reshape.default
-        local = self._assignment.local_shape(_name(node), self._calls[_name(node)].shape(_name(node)))
-        node.args, node.kwargs = (node.args[0], list(local)), {}
+        whole = node.meta.get("slice_shape", self._calls[_name(node)].shape(_name(node)))
+        node.args, node.kwargs = (node.args[0], list(self._assignment.local_shape(_name(node), whole))), {}
 
     def _section(self, node: fx.Node) -> None:
         call, count = self._calls[_name(node)], self._members.count
         found, dim = bounds_of(call), call.dim()
         assert found
         first, end = found[0]
+        if node.target is _aten.alias.default:  # of all tokens of a slice
+            return
         if call.name in ("slice", "narrow"):
             node.target, node.args = _aten.slice.Tensor, (node.args[0], dim, first // count, end // count)
         else:
@@ -191,6 +224,8 @@ class _Shards:
         node.kwargs = {}
 
     def _mean(self, node: fx.Node) -> None:
+        if _how(node) == MEAN_OF_ALL:  # a sum that is divided by the number of all entries
+            return
         with self._module.graph.inserting_after(node):
             share = self._module.graph.call_function(_aten.div.Tensor, (node, self._members.count))
         self._replace(node, share, keep=share)
@@ -216,17 +251,23 @@ class _Shards:
 
     def _entropy(self, node: fx.Node) -> tuple[int, bool, float]:
         found: Any = self._calls[_name(node)].arguments
-        return found.get("ignore_index", -100), found.get("reduction", 1) == 1, found.get("label_smoothing", 0.0)
+        mean = found.get("reduction", 1) == 1 and _how(node) != LOSS  # a slice sums, and is divided by all that count
+        return found.get("ignore_index", -100), mean, found.get("label_smoothing", 0.0)
 
     def _drawn(self, node: fx.Node, state: State) -> None:
         """Draw for the whole tensor, in the order of its axes in memory when it was captured."""
         (source,) = node.all_input_nodes
-        captured = _captured(source)
+        captured = node.meta.get("slice_of", _captured(source))
         ndim = len(self._calls[_name(node)].shape(self._calls[_name(node)].reads[0]))
         strides = captured.stride() if isinstance(captured, torch.Tensor) else range(ndim, 0, -1)
         order = sorted(range(ndim), key=lambda axis: -strides[axis])
         cut = (state.axis, state.before) if state.kind == CUT_KIND else None
-        self._become(node, Drawn(self._members, cut, order), node.args)
+        arguments: Any = node.args
+        places = ()
+        if node.target is drawn:
+            op, draw, _, (places,), _, *rest = arguments
+            arguments = (op, draw, *rest)
+        self._become(node, Drawn(self._members, cut, order, places), arguments)
 
     def _become(self, node: fx.Node, module: nn.Module, arguments: Sequence[Any] | None = None) -> None:
         """Replace an op by a module that takes these arguments, by default its first two."""
@@ -239,6 +280,11 @@ class _Shards:
 def _name(node: fx.Node) -> str:
     """Return the name that a node has in the captured graph, "" for one that it lacks."""
     return str(node.meta.get("op", ""))
+
+
+def _how(node: fx.Node) -> str:
+    """Return how the code of a slice runs an op, "" in the code of whole sequences."""
+    return str(node.meta.get("how", ""))
 
 
 def _captured(node: fx.Node) -> Any:
@@ -265,7 +311,8 @@ def _check(module: fx.GraphModule, assignment: Assignment, held: Mapping[fx.Node
             continue
         read: list[fx.Node] = []
         fx.node.map_arg((node.args, node.kwargs), read.append)
-        for arg, wanted in zip(read, strategy.reads, strict=True):
+        sizes_alone = strategy.how == SIZES or _how(node) == MADE  # read no tensor for its shape
+        for arg, wanted in zip(read, strategy.reads, strict=not sizes_alone):
             state, grad = held[arg]
             if state != wanted and (grad or transition(state, wanted).forward != KEEP):
                 raise PlanError(f"op {node.name} reads {arg.name} as {state}, and needs it {wanted}")

@@ -8,7 +8,7 @@ has several readers.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -20,13 +20,10 @@ from autopart.ir.graph import Adjusted, Graph
 from autopart.ir.plan import Stage
 from autopart.ir.program import Edge
 from autopart.passes.ops.casts import cast_parameter
-from autopart.passes.shards.choice import Held, choose
 from autopart.planning.derive.reduction import Layouts
 from autopart.runtime.stages.products import are_faster
-from autopart.runtime.stages.shard_group import Members
 from autopart.runtime.stages.stage_module import Cast, StageModule, awaited, of_whole_batch, weighed
 from autopart.stagecode.rewrites import accumulate_in_place, draws_of, merge_ops
-from autopart.stagecode.shards import shard_code
 from autopart.stagecode.stage_graph import Draws, Reads, numbers_of, stage_graph
 
 
@@ -41,16 +38,15 @@ def stage_module(
     *,
     eager: bool = True,
     deferrable: bool = False,
-    members: Members | None = None,
-    held: Held = (),
+    shard: Callable[[StageModule], StageModule] | None = None,
 ) -> StageModule:
     """Return the code of `stage`, which runs the ops of `planned` and exchanges values along these edges.
 
     adjusted: values that ops read with a factor of the micro-batch.  layouts: how values of random ops hold rows.
     eager: whether the ops run one by one: then products add the gradients of large weights themselves, and some ops are
     merged.  deferrable: whether products with small weights do so too, and in code that will be compiled: they can
-    wait then, and a compiler does not see them; nor those that have a faster kernel (`stages.products`).  members:
-    ranks that compute parts of the same rows, None without.  held: what they divide.
+    wait then, and a compiler does not see them; nor those that have a faster kernel (`stages.products`).  shard: lets
+    code compute the part of one rank of several (`stagecode.shards`).
     Raises RefusedError for a random op that replicas cannot run.  O(nodes * (1 + recomputed groups)).
     """
     graph = captured.graph
@@ -63,8 +59,8 @@ def stage_module(
         captured, chosen, outputs, device, updates=updates, groups=planned.recompute, adjusted=adjusted, casts=casts,
         drawn=drawn,
     )  # fmt: skip
-    if members is not None:
-        code = shard_code(code, graph, choose(graph, members.count, held), members)
+    if shard is not None:
+        code = shard(code)
     if eager:
         code = merge_ops(code, graph.inputs)
     if eager or deferrable or are_faster():

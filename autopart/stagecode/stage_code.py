@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -19,15 +21,17 @@ from autopart.ir.shares import RowLayout, parts
 from autopart.passes.program.orders import Shape
 from autopart.passes.program.routing import edges
 from autopart.passes.program.schedules import find, pattern
-from autopart.passes.shards.choice import Held
+from autopart.passes.shards.assignment import Assignment
+from autopart.passes.shards.choice import Held, choose
 from autopart.passes.tokens.recipe import Recipe
 from autopart.planning.derive.reduction import BatchRule, Layouts
+from autopart.planning.derive.sliced_shards import sliced_choice
 from autopart.planning.derive.token_axis import token_recipe
 from autopart.runtime.stages.shard_group import Members
 from autopart.runtime.stages.stage_module import StageModule, StageSlices
 from autopart.runtime.tensors import LocalTensors
 from autopart.stagecode.compilers import COMPILERS, EAGER, Compiler
-from autopart.stagecode.shards import held_graph, held_layouts
+from autopart.stagecode.shards import held_layouts, held_shape, shard_code
 from autopart.stagecode.slicing import SliceChecks
 from autopart.stagecode.split import leaving, stage_module, wait_for
 from autopart.stagecode.token_slices import slice_stage
@@ -94,31 +98,46 @@ class StageCode:
         """
         graph = captured.graph
         recipe = self._recipe(batch, graph.rows)
-        self.specs[graph.rows] = specs_of(held_graph(graph, self._decision.shards, self._held))
+        divided = self._assignment(graph, recipe)
+        self.specs[graph.rows] = specs_of(graph, divided)
         self.checks.note_copies(captured)
-        self.layouts.update(held_layouts(graph, self._decision.shards, self._held, rule.layouts))
+        self.layouts.update(held_layouts(graph, divided, rule.layouts))
         if recipe is not None:
             self.prologue = recipe.prologue
             self.checks.add(captured, recipe, masks=0 in stages)
             lengths = self._decision.token_slices
-            self.layouts.update(sliced_layouts(graph, recipe, lengths, rule.layouts))
+            self.layouts.update(held_layouts(graph, divided, sliced_layouts(graph, recipe, lengths, rule.layouts)))
             for number, part in enumerate(recipe.slices(lengths)):
-                self.specs[graph.rows, number] = {
-                    value.name: _on_meta(recipe.form(value.name).shape(value.shape, part), value.dtype)
-                    for value in graph.values
-                }
+                values = [replace(v, shape=recipe.form(v.name).shape(v.shape, part)) for v in graph.values]
+                self.specs[graph.rows, number] = specs_of(replace(graph, values=tuple(values)), divided)
         links = edges(self._decision, graph, self.prologue) if stages else ()
         for stage in stages:
-            prologue, slices = self.modules[stage][graph.rows] = self._made(captured, recipe, links, stage, rule)
+            shard = None
+            if divided is not None:
+                shard = partial(
+                    shard_code, graph=graph, assignment=divided, members=self._members[stage], recipe=recipe
+                )
+            prologue, slices = self._made(captured, recipe, links, stage, rule, shard)
+            self.modules[stage][graph.rows] = prologue, slices
             for code in slices if prologue is None else (*slices, prologue):
                 self._tensors.hold(code.held, captured.tensors)
                 wait_for(code, self._awaited)
                 for rewrite in self.rewrites.get(stage, ()):
                     rewrite(code)
 
+    def _assignment(self, graph: Graph, recipe: Recipe | None) -> Assignment | None:
+        """Return what the ranks of a group divide; None without tensor parallelism.  Raises RefusedError."""
+        shards, lengths = self._decision.shards, self._decision.token_slices
+        if shards == 1:
+            return None
+        if recipe is None:
+            return choose(graph, shards, self._held)
+        return sliced_choice(graph, shards, self._held, recipe, lengths)
+
     def _made(
-        self, captured: Captured, recipe: Recipe | None, links: Sequence[Edge], stage: int, rule: BatchRule
-    ) -> StageSlices:
+        self, captured: Captured, recipe: Recipe | None, links: Sequence[Edge], stage: int, rule: BatchRule,
+        shard: Callable[[StageModule], StageModule] | None,
+    ) -> StageSlices:  # fmt: skip
         """Cut a stage out of `captured`, with a recipe once for each slice."""
         planned, adjusted = self._decision.stages[stage], rule.reduction.adjusted
         deferrable = stage in self._split
@@ -127,13 +146,14 @@ class StageCode:
             compiled = self._backend != EAGER and stage not in self.rewrites and captured.graph.rows in usual
             code = stage_module(
                 captured, links, stage, planned, self._device, adjusted, rule.layouts, eager=not compiled,
-                deferrable=deferrable, members=self._members.get(stage), held=self._held,
+                deferrable=deferrable, shard=shard,
             )  # fmt: skip
             return None, (self._compiled(captured, links, stage, code) if compiled else code,)
         outputs, lengths = leaving(captured.graph, links, stage, set(planned.ops)), self._decision.token_slices
         return slice_stage(
-            captured, recipe, planned, outputs, lengths, self._device, adjusted, rule.layouts, deferrable=deferrable
-        )
+            captured, recipe, planned, outputs, lengths, self._device, adjusted, rule.layouts, deferrable=deferrable,
+            shard=shard,
+        )  # fmt: skip
 
     def _compiled(self, captured: Captured, links: Sequence[Edge], stage: int, code: StageModule) -> StageModule:
         """Compile the code of a stage for the tensors of a training step."""
@@ -153,13 +173,11 @@ def split_stages(decision: Decision) -> frozenset[int]:
     return frozenset(stage for turns in workers for kind, stage, _ in turns if ACTIONS[kind].part_of)
 
 
-def specs_of(graph: Graph) -> dict[str, torch.Tensor]:
-    """Return every value of a graph as a tensor on the meta device, by name."""
-    return {value.name: _on_meta(value.shape, value.dtype) for value in graph.values}
-
-
-def _on_meta(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
-    return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+def specs_of(graph: Graph, divided: Assignment | None = None) -> dict[str, torch.Tensor]:
+    """Return every value of a graph as a tensor on the meta device, by name.  divided: among ranks, which pass on what
+    they have of each."""
+    shapes = {v.name: held_shape(graph, divided, v.name, v.shape) for v in graph.values}
+    return {v.name: torch.empty(shapes[v.name], dtype=getattr(torch, v.dtype), device="meta") for v in graph.values}
 
 
 def sliced_layouts(

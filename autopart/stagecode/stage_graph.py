@@ -145,7 +145,7 @@ def _copy(
         return device if isinstance(arg, torch.device) else arg
 
     copy = env[node] = graph.node_copy(node, read)
-    copy.meta["op"] = node.name  # it may have another name here
+    copy.meta.setdefault("op", node.name)  # it may have another name here
     copy.target = kernel_of(node.target)
     if node in drawn:
         draw_for_all(copy, drawn[node])

@@ -45,13 +45,14 @@ def slice_stage(
     layouts: Layouts = MappingProxyType({}),
     *,
     deferrable: bool = False,
+    shard: Callable[[StageModule], StageModule] | None = None,
 ) -> StageSlices:
     """Return the code of a stage for slices of these lengths.
 
     Each stage runs what it needs of the prologue itself.  outputs: values that leave the stage, or the loss.  adjusted,
-    layouts, deferrable: as in `split.stage_module`.  What is recomputed runs again in the backward of each slice, but
-    states are kept.  Raises UsageError for lengths that do not make up the sequence, RefusedError as `draws_of`.
-    O(slices * nodes).
+    layouts, deferrable, shard: as in `split.stage_module`.  What is recomputed runs again in the backward of each
+    slice, but states are kept.  Raises UsageError for lengths that do not make up the sequence, RefusedError as
+    `draws_of`.  O(slices * nodes).
     """
     if sum(lengths) != recipe.tokens or min(lengths, default=0) < 1:
         raise UsageError(
@@ -63,10 +64,9 @@ def slice_stage(
     drawn = draws_of(captured, set(planned.ops), layouts) if planned.division.splits else {}
     needs = SliceNeeds(captured, recipe, planned, leaving, adjusted, casts, drawn)
     parts = recipe.slices(lengths)
-    slices = tuple(
-        accumulate_in_place(_slice_module(graph, len(parts)), captured.tensors, deferrable=deferrable)
-        for graph in (SliceGraph(needs, parts, number, device) for number in range(len(parts)))
-    )
+    codes = [_slice_module(SliceGraph(needs, parts, number, device), len(parts)) for number in range(len(parts))]
+    codes = codes if shard is None else [shard(code) for code in codes]
+    slices = tuple([accumulate_in_place(code, captured.tensors, deferrable=deferrable) for code in codes])
     before = ancestors(captured.graph, needs.prologue, among=recipe.prologue)
     prologue = cut(captured, before, needs.prologue, device, adjusted=adjusted) if needs.prologue else None
     return prologue, slices
@@ -116,6 +116,8 @@ def _module(code: SliceGraph, made: Mapping[str, Sequence[str]], results: Sequen
         return fx.GraphModule(nn.Module(), code.graph)
     given = code.graph.find_nodes(op="placeholder")
     calls = [node for node in code.graph.nodes if node.op == "call_function"]
+    for node in calls:  # what is written beside the ops has no name of theirs
+        node.meta.setdefault("op", "")
     return stage_graph(calls, given, results, code.device, [group for group in groups if group])
 
 
@@ -126,6 +128,7 @@ def _write(code: SliceGraph, node: fx.Node) -> None:
         for env in (code.own, code.prefix):
             if source in env and not isinstance(source.meta.get("val"), torch.Tensor):
                 env[node] = code.graph.call_function(operator.getitem, (env[source], node.args[1]))
+                env[node].meta["op"] = node.name
         if node in code.own:
             code.join(code.name(node))
         return
@@ -177,6 +180,16 @@ class _Writer:
         found = {**dict(zip(names, args, strict=False)), **kwargs}
         return {name: self._code.device if isinstance(arg, torch.device) else arg for name, arg in found.items()}
 
+    def _as_op(self, made: fx.Node) -> fx.Node:
+        """Note of which op a node is the code, and what it makes; beside it may stand others that cut, join or add."""
+        made.meta |= {"op": self._op.name, "how": self._recipe.how}
+        made.meta["slice_shape"] = self._shape() if self._op.writes else ()
+        made.meta["slice_of"] = next((arg.meta.get("val") for arg in self._node.all_input_nodes), None)
+        return made
+
+    def _function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
+        return self._as_op(self._call_function(target, args, kwargs))
+
     def _call(self, target: Any, arguments: dict[str, Any]) -> fx.Node:
         """Call an op with its leading arguments by place, as they are captured, and the rest by name."""
         args: list[Any] = []
@@ -186,7 +199,7 @@ class _Writer:
             args.append(arguments[argument.name])
         taken = {argument.name for argument in target._schema.arguments[: len(args)]}
         rest = {name: value for name, value in arguments.items() if name not in taken}
-        return self._call_function(target, tuple(args), rest)
+        return self._function(target, tuple(args), rest)
 
     def _plain(self) -> fx.Node:
         if isinstance(self._node.target, torch._ops.OpOverload):
@@ -195,7 +208,7 @@ class _Writer:
         copy = self._code.graph.node_copy(self._node, self._reader())
         if self._node in self._needs.drawn:
             draw_for_all(copy, self._needs.drawn[self._node])
-        return copy
+        return self._as_op(copy)
 
     def _shape(self) -> tuple[int, ...]:
         """Return the shape of the result in the slice."""
@@ -211,18 +224,18 @@ class _Writer:
         if name in ("unsqueeze", "squeeze", "split", "chunk", "split_with_sizes"):
             return self._call(self._node.target, arguments)
         if name in ("expand", "broadcast_to"):
-            return self._call_function(_aten.expand.default, (first, list(shape)))
+            return self._function(_aten.expand.default, (first, list(shape)))
         if name in ("slice", "narrow"):
             axis = self._recipe.reads[0].queries or self._recipe.reads[0].keys
             assert axis is not None
             if not self._recipe.amount:
-                return self._call_function(_aten.alias.default, (first,))
-            return self._call_function(_aten.slice.Tensor, (first, axis.axis, 0, shape[axis.axis]))
-        return self._call_function(_aten.reshape.default, (first, list(shape)))
+                return self._function(_aten.alias.default, (first,))
+            return self._function(_aten.slice.Tensor, (first, axis.axis, 0, shape[axis.axis]))
+        return self._function(_aten.reshape.default, (first, list(shape)))
 
     def _causal(self) -> fx.Node:
         arguments = self._arguments()
-        return self._call_function(causal_attention, (), {**arguments, "start": self._part.start})
+        return self._function(causal_attention, (), {**arguments, "start": self._part.start})
 
     def _loss(self) -> fx.Node:
         """Return the sum of the slice, divided by the divisor of the mean over the whole sequence."""
@@ -251,7 +264,7 @@ class _Writer:
         example = self._node.meta["val"]
         kind = op_name(self._op.target).removeprefix("new_").removesuffix("_like")
         value = {"zeros": 0, "ones": 1, "empty": 0}.get(kind, dict(self._op.attrs).get("fill_value", 0))
-        return self._call_function(
+        return self._function(
             torch.full, (tuple(example.shape), value), {"dtype": example.dtype, "device": self._code.device}
         )
 
@@ -266,7 +279,7 @@ class _Writer:
             found = self._read(arg, want)
             return found if want.partial else self._call_function(_aten.mul.Tensor, (found, 0))
 
-        return self._code.graph.node_copy(self._node, read)
+        return self._as_op(self._code.graph.node_copy(self._node, read))
 
     def _diagonal(self) -> fx.Node:
         arguments = self._arguments()
@@ -307,7 +320,7 @@ class _Writer:
             pieces.append(self._call_function(_aten.slice.Tensor, (front, axis, low, low + missing)))
         if missing < size:
             pieces.append(self._call_function(_aten.slice.Tensor, (rest, axis, 0, size - missing)))
-        return self._call_function(_aten.cat.default, (pieces, axis))
+        return self._function(_aten.cat.default, (pieces, axis))
 
     def _conv(self) -> fx.Node:
         arguments = self._arguments()
@@ -320,12 +333,12 @@ class _Writer:
     def _window(self) -> fx.Node:
         first, amount = next(iter(self._arguments().values())), self._recipe.amount
         end = amount + self._shape()[self._axis()]
-        return self._call_function(_aten.slice.Tensor, (first, self._axis(), amount, end))
+        return self._function(_aten.slice.Tensor, (first, self._axis(), amount, end))
 
     def _invert(self) -> fx.Node:
         """Invert a permutation that was written with index_put."""
         (places,) = self._arguments()["indices"]
-        return self._call_function(_aten.argsort.default, (places,))
+        return self._function(_aten.argsort.default, (places,))
 
     def _drawn(self) -> fx.Node:
         """Draw as `rng.keyed` does, with the place of each tensor in the whole sequence."""
@@ -340,7 +353,7 @@ class _Writer:
         op, number, *args = self._node.args
         taken: Any = fx.node.map_arg((tuple(args), dict(self._node.kwargs)), read)
         given = (op, number, self._needs.drawn.get(self._node), tuple(places), self._places(form), *taken[0])
-        return self._call_function(drawn, given, taken[1])
+        return self._function(drawn, given, taken[1])
 
     def _places(self, form: Form) -> Places:
         found = []

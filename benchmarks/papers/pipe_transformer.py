@@ -254,7 +254,7 @@ def kept_s(name: str, frozen: int, *, theirs: bool) -> float:
     program = captures(batch, first.captured.graph.size)
     plan = replace(first.plan, decision=projected(program, first.captured.graph, first.plan.decision))
     options = _dense_options(name, theirs=theirs)
-    return estimate(plan.decision, *estimated_plan(plan, program, captures, batch, CLUSTER, options)).step_ns * 1e-9
+    return estimate(*estimated_plan(plan, program, captures, batch, CLUSTER, options)).step_ns * 1e-9
 
 
 # ---- the evaluation --------------------------------------------------------------------------------------------------

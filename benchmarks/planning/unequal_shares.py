@@ -1,8 +1,8 @@
 """Processes with unequal shares of a core: a step as planned for them, and as planned for equal devices.
 
-Gloo ranks with 1 thread, each in a control group whose quota is its share of a core (Linux, as root): three with 1, 1/2
-and 1/4, four with 4/5, 1/2, 1/4 and 1/4.  Costs of ops are measured on rank 0 by `compile`; the cluster says what share
-each rank has.  Rounds of the two plans alternate.  A step ends with SGD's.
+Gloo ranks with 1 thread, each in a control group whose quota is its share of a core (`shared/quotas.py`): three with 1,
+1/2 and 1/4, four with 1, 2/5, 1/5 and 1/5.  Costs of ops are measured on rank 0, which has a whole core, by `compile`;
+the cluster says what share each rank has.  Rounds of the two plans alternate.  A step ends with SGD's.
 
     python -m benchmarks.planning.unequal_shares              five minutes on idle cores; writes unequal_shares.json
     python -m benchmarks.planning.unequal_shares --width 128 --rounds 1       small, writes nothing
@@ -13,8 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -26,48 +25,12 @@ import autopart
 from autopart.costs.detect import detect
 from autopart.ir.cluster import Device
 from benchmarks.shared.common import ratio, spread, write
+from benchmarks.shared.quotas import enter, parts_of_cores, why_not
 
-SHARES = ((1.0, 0.5, 0.25), (0.8, 0.5, 0.25, 0.25))
-LAYERS, ROWS, PERIOD_US, STEPS = 24, 512, 10_000, 8
+SHARES = ((1.0, 0.5, 0.25), (1.0, 0.4, 0.2, 0.2))
+LAYERS, ROWS, STEPS = 24, 512, 8
 FASTER, WITHIN = 1.25, 0.10
 """What is asked: how many times as fast the step is as under the plan for equal devices, and the error of its time."""
-GROUPS = Path("/sys/fs/cgroup")
-
-
-def why_not() -> str:
-    """Return why shares of a core cannot be set here; empty if they can."""
-    folder = _controller()
-    if folder is None:
-        return "there is no control group of CPU time at /sys/fs/cgroup"
-    return "" if os.access(folder, os.W_OK) else f"{folder} cannot be written to: run as root"
-
-
-def _controller() -> Path | None:
-    """Return the folder in which groups with a quota of CPU time can be made (version 1 or 2)."""
-    if (GROUPS / "cpu/cpu.cfs_quota_us").exists() or (GROUPS / "cpu/cgroup.procs").exists():
-        return GROUPS / "cpu"
-    words = (GROUPS / "cgroup.subtree_control").read_text() if (GROUPS / "cgroup.subtree_control").exists() else ""
-    return GROUPS if "cpu" in words.split() else None
-
-
-@contextmanager
-def share_of_a_core(share: float) -> Iterator[None]:
-    """Give this process, with all its threads, a share of a core."""
-    folder = _controller()
-    assert folder is not None, why_not()
-    group, quota_us = folder / f"autopart-{os.getpid()}", int(share * PERIOD_US)
-    group.mkdir()
-    try:
-        if (group / "cpu.max").exists():
-            (group / "cpu.max").write_text(f"{quota_us} {PERIOD_US}")
-        else:
-            (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
-            (group / "cpu.cfs_quota_us").write_text(str(quota_us))
-        (group / "cgroup.procs").write_text(str(os.getpid()))
-        yield
-    finally:
-        (folder / "cgroup.procs").write_text(str(os.getpid()))
-        group.rmdir()
 
 
 def slower(device: Device, share: float) -> Device:
@@ -81,33 +44,35 @@ def slower(device: Device, share: float) -> Device:
     )
 
 
-def measure(shares: Sequence[float], cluster: autopart.Cluster, width: int, rounds: int) -> dict[str, Any]:
+def measure(
+    folders: Sequence[Path], shares: Sequence[float], cluster: autopart.Cluster, width: int, rounds: int
+) -> dict[str, Any]:
     """Return, on each rank, the seconds of steps under both plans and what was planned."""
     torch.set_num_threads(1)
-    with share_of_a_core(shares[int(os.environ["RANK"])]):
-        torch.manual_seed(0)
-        model = nn.Sequential(*(layer for _ in range(LAYERS) for layer in (nn.Linear(width, width), nn.ReLU())))
-        x, y = torch.randn(2, ROWS, width, generator=torch.Generator().manual_seed(0))
-        kinds = tuple(slower(cluster.devices[0], share / shares[0]) for share in shares)
-        equal = replace(cluster, devices=(kinds[0],) * len(shares))
-        clusters = {"planned": replace(cluster, devices=kinds), "equal": equal}
-        found: dict[str, Any] = {name: {"seconds": [], "plans": [], "predicted": []} for name in clusters}
-        for _ in range(rounds):
-            for name, each in clusters.items():
-                with autopart.compile(
-                    model, each, sample=(x, y), loss_fn=nn.functional.mse_loss, costs="measured", optimizer="sgd"
-                ) as pipe:
-                    optimizer = torch.optim.SGD(pipe.parameters(), lr=1e-3)
-                    found[name]["predicted"].append(pipe.plan.step_ns * 1e-9)
-                    found[name]["plans"].append(_said(pipe.plan))
-                    for number in range(STEPS):
-                        began = time.perf_counter()
-                        pipe.step((x, y))
-                        optimizer.step()
-                        optimizer.zero_grad()
-                        if number > 1:
-                            found[name]["seconds"].append(time.perf_counter() - began)
-        return found
+    enter(folders[int(os.environ["RANK"])])
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(LAYERS) for layer in (nn.Linear(width, width), nn.ReLU())))
+    x, y = torch.randn(2, ROWS, width, generator=torch.Generator().manual_seed(0))
+    kinds = tuple(slower(cluster.devices[0], share) for share in shares)
+    equal = replace(cluster, devices=(kinds[0],) * len(shares))
+    clusters = {"planned": replace(cluster, devices=kinds), "equal": equal}
+    found: dict[str, Any] = {name: {"seconds": [], "plans": [], "predicted": []} for name in clusters}
+    for _ in range(rounds):
+        for name, each in clusters.items():
+            with autopart.compile(
+                model, each, sample=(x, y), loss_fn=nn.functional.mse_loss, costs="measured", optimizer="sgd"
+            ) as pipe:
+                optimizer = torch.optim.SGD(pipe.parameters(), lr=1e-3)
+                found[name]["predicted"].append(pipe.plan.step_ns * 1e-9)
+                found[name]["plans"].append(_said(pipe.plan))
+                for number in range(STEPS):
+                    began = time.perf_counter()
+                    pipe.step((x, y))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    if number > 1:
+                        found[name]["seconds"].append(time.perf_counter() - began)
+    return found
 
 
 def _said(plan: autopart.Plan) -> str:
@@ -145,10 +110,10 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     rows = []
     for shares in SHARES:
-        cluster = detect(len(shares))
-        rows.append(
-            report(shares, autopart.launch(measure, f"cpu:{len(shares)}", shares, cluster, given.width, given.rounds))
-        )
+        cluster, world = detect(len(shares)), f"cpu:{len(shares)}"
+        with parts_of_cores(shares) as folders:
+            ranks = autopart.launch(measure, world, folders, shares, cluster, given.width, given.rounds)
+        rows.append(report(shares, ranks))
     claims = dict[str, bool]()
     for row in rows:
         what, faster, error = f"{len(row['shares'])} processes", row["times as fast"]["median"], row["error"]

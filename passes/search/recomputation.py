@@ -22,6 +22,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 from autopart.ir.decision import Decision, Stage
@@ -39,6 +40,8 @@ LEVELS = 12
 
 Way = tuple[int, list[range]]
 """(bytes kept for all micro-batches in flight and for the largest group, groups of blocks)."""
+Grouping = tuple[int, int, list[range]]
+"""(bytes kept for each micro-batch in flight, bytes of the largest group, groups of blocks)."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,12 @@ class StageBlocks:
     tail_ns: Sequence[int]
     crossing: Sequence[int]
     group_ns: int = 0
+
+    @cached_property
+    def by_end(self) -> list[int]:
+        """The places before which a group may end to save time: those that save most for what crosses there first."""
+        ends = [place for place in range(1, len(self.names)) if self.tail_ns[place - 1] > self.group_ns]
+        return sorted(ends, key=lambda place: self.crossing[place] / self.tail_ns[place - 1])
 
     def by_worth(self) -> list[int]:
         """Return the places of all blocks: most bytes freed for their time first, those that free none last."""
@@ -100,14 +109,14 @@ def least_recomputed(
     blocks: StageBlocks,
     estimator: Estimator,
     limit: int,
-    known: dict[Hashable, dict[int, list[Way]]],
+    known: dict[Hashable, dict[int, list[Grouping]]],
     *,
     everything: bool,
 ) -> Stage:
     """Return the stage with the quickest recomputation that fits `limit` bytes; if nothing does, with one group of all.
 
     Groups that it recomputes already stay; their blocks count as saving nothing.  known: the ways to group the blocks
-    of earlier stages with these costs.  everything: recompute all blocks, in the groups that hold least.
+    of earlier stages that save as much.  everything: recompute all blocks, in the groups that hold least.
     O(blocks log^2 blocks), and an estimate for each way that turns out to be too large.
     """
     stage, already = context.stage, {name for group in context.stage.recompute for name in group}
@@ -117,13 +126,13 @@ def least_recomputed(
         return stage
     least = len(order) if everything else 1
 
-    costs = tuple(map(tuple, (blocks.saved, blocks.fwd_ns, blocks.tail_ns, blocks.crossing, order)))
-    ways_of_count = known.setdefault((costs, context.live), {})  # equal layers are grouped alike
+    costs = tuple(map(tuple, (blocks.saved, blocks.crossing, order)))
+    groupings = known.setdefault(costs, {})  # equal layers are grouped alike
 
     def ways_of(count: int) -> list[Way]:
-        if count not in ways_of_count:
-            ways_of_count[count] = list(_sizes_of_groups(blocks, frozenset(order[:count]), context.live))
-        return ways_of_count[count]
+        if count not in groupings:
+            groupings[count] = list(_groupings(blocks, frozenset(order[:count])))
+        return [(context.live * each + most, groups) for each, most, groups in groupings[count]]
 
     def least_bytes(count: int) -> int:
         return fixed + min([kept for kept, _ in ways_of(count)])
@@ -163,10 +172,10 @@ def _ended_oftener(way: Way, blocks: StageBlocks, live: int, limit: int) -> Way:
     Blocks whose end saves most time for the bytes that cross there come first.
     """
     kept, groups = way
-    inside = [place for group in groups for place in group[1:] if blocks.tail_ns[place - 1] > blocks.group_ns]
+    inside = {place for group in groups for place in group[1:]}
     begins = set()
-    for place in sorted(inside, key=lambda p: blocks.crossing[p] / blocks.tail_ns[p - 1]):
-        if kept + live * blocks.crossing[place] <= limit:
+    for place in blocks.by_end:
+        if place in inside and kept + live * blocks.crossing[place] <= limit:
             kept += live * blocks.crossing[place]
             begins.add(place)
     if not begins:
@@ -178,8 +187,8 @@ def _ended_oftener(way: Way, blocks: StageBlocks, live: int, limit: int) -> Way:
     return kept, ended
 
 
-def _sizes_of_groups(blocks: StageBlocks, chosen: frozenset[int], live: int) -> Iterator[Way]:
-    """Yield ways with groups of several sizes."""
+def _groupings(blocks: StageBlocks, chosen: frozenset[int]) -> Iterator[Grouping]:
+    """Yield ways to group the chosen blocks, with groups of several sizes."""
     runs, before = _runs(chosen), [0, *accumulate(blocks.saved)]
     inside = [before[run.stop] - before[run.start] for run in runs]
     size, least = max(inside), max(1, max(blocks.saved[place] for place in chosen))
@@ -188,7 +197,7 @@ def _sizes_of_groups(blocks: StageBlocks, chosen: frozenset[int], live: int) -> 
         groups = [group for run in runs for group in _divided(run, blocks, before, size)]
         entering = sum([blocks.crossing[group.start] for group in groups if group.start])  # else it was received
         workspace = max([before[group.stop] - before[group.start] for group in groups])
-        yield live * (before[-1] - sum(inside) + entering) + workspace, groups
+        yield before[-1] - sum(inside) + entering, workspace, groups
         size, first = size * 2 // 3, False
 
 
@@ -249,8 +258,12 @@ def recomputed_jointly(
     """Return the choices of the stages of one rank; if nothing fits, those with as much recomputed as can be.
 
     contexts: with the micro-batches that each stage holds as `live`.  fits: whether choices fit the rank.
-    O(stages * levels) choices, each made once, and as many calls of `fits`.
+    One call of `fits` where nothing has to be recomputed; else O(stages * levels) choices, each made once, and as
+    many calls.
     """
+    whole = [Choice(context.stage, space.costs.stage(context)) for context in contexts]
+    if not contexts or fits(whole):
+        return whole
     menus = [_menu(space, context) for context in contexts]
     picked = [0] * len(menus)
     while True:

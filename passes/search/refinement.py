@@ -42,7 +42,8 @@ MOVES = 400
 def refined(search: Search, evaluation: Evaluation, effort: int) -> Evaluation:
     """Return the end of steepest descent over `_neighbours`, and where that is cheap, over cuts anywhere.
 
-    effort: simulated actions that it may cost.  Its evaluations become results of the search.
+    effort: simulated actions that it may cost.  Its evaluations become results of the search.  Moves that cannot make
+    the step shorter (`least_ns`) are not evaluated.
     """
     space, best = evaluation.space, evaluation
     budget = effort // actions_of(evaluation.candidate)
@@ -52,6 +53,8 @@ def refined(search: Search, evaluation: Evaluation, effort: int) -> Evaluation:
         if budget > 2 * space.chain.n:
             near = chain(near, _with_one_cut_anywhere(best.candidate, space))
         for candidate in near:
+            if best.fits and _is_worse(candidate, best):
+                continue
             before = search.count
             tried.append(search.evaluate(space, candidate))
             budget -= search.count - before
@@ -62,6 +65,34 @@ def refined(search: Search, evaluation: Evaluation, effort: int) -> Evaluation:
             break
         best = better
     return best
+
+
+def _is_worse(candidate: Candidate, best: Evaluation) -> bool:
+    least = least_ns(best.space, candidate)
+    return least >= best.step_ns and candidate.preference(least, best.space.costs.cluster.kind) >= best.preference
+
+
+def least_ns(space: SearchSpace, candidate: Candidate) -> int:
+    """Return nanoseconds that the step takes at least, whatever memory demands: a position waits for the first forward
+    to come to it, and does all its work.
+
+    Stages on unlike devices, whose rows are not known yet, count as nothing; 0 where the step is not a sum of whole
+    micro-batches.  O(stages) in numpy.
+    """
+    request = space.request
+    if request.policy == "turn" or not request.synchronous or candidate.token_slices or request.fixed_slices:
+        return 0
+    costs, rows, before = space.costs, max(candidate.micro_rows), 0
+    busy: dict[tuple[int, ...], int] = {}  # by position, until all micro-batches have passed
+    for (a, b), ranks in zip(pairwise(candidate.bounds), candidate.ranks, strict=True):
+        kinds = {costs.cluster.devices[rank] for rank in ranks}
+        forward = backward = 0
+        if len(kinds) == 1:
+            known = space.chain.range_costs(Size(-(-rows // len(ranks))), costs.device_types.index(kinds.pop()))
+            forward, backward = (int(each.sum()) for each in known.blocks[:2, a:b])
+        busy[ranks] = busy.get(ranks, before) + len(candidate.micro_rows) * (forward + backward)
+        before += forward
+    return max(busy.values())
 
 
 def actions_of(candidate: Candidate) -> int:

@@ -61,9 +61,10 @@ class PlanRequest:
     "all".  recomputed: groups of captured ops that are recomputed in any case.  zero: 0, 1 (replicas share the
     optimizer state) or "auto" (where that is faster, or memory demands it).  bucket_bytes: gradients that replicas sum
     together.  token_slices: lengths of slices, () for whole sequences, or "auto".  token_axis: how values depend on
-    tokens.  state_factor: bytes of optimizer state per byte of trainable parameter.  prove_seconds: time to find a
-    certificate (`certificate`) of the plan, if its largest micro-batch has prove_rows rows (None: any number).
-    rival_ns: step of a plan of another request, 0 for none: what cannot be faster, or is not nearly, is not searched.
+    tokens.  token_step: what lengths that are searched are multiples of.  state_factor: bytes of optimizer state per
+    byte of trainable parameter.  prove_seconds: time to find a certificate (`certificate`) of the plan, if its largest
+    micro-batch has prove_rows rows (None: any number).  rival_ns: step of a plan of another
+    request, 0 for none: what cannot be faster, or is not nearly, is not searched.
     """
 
     micro_rows: tuple[tuple[int, ...], ...]
@@ -84,6 +85,7 @@ class PlanRequest:
     bucket_bytes: int = BUCKET_BYTES
     token_slices: tuple[int, ...] | str = ()
     token_axis: TokenAxis | None = None
+    token_step: int = 1
     state_factor: float = 2.0
     prove_seconds: float = 0.0
     prove_rows: int | None = None
@@ -195,7 +197,7 @@ class SearchSpace:
     fine: Graph
     forced: tuple[int, ...]
     recomputed: dict[Hashable, Stage] = field(default_factory=dict, init=False, compare=False)
-    grouped: dict[Hashable, dict[int, list[tuple[int, list[range]]]]] = field(
+    grouped: dict[Hashable, dict[int, list[tuple[int, int, list[range]]]]] = field(
         default_factory=dict, init=False, compare=False
     )
     finer: dict[int, SearchSpace] = field(default_factory=dict, init=False, compare=False)

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from autopart.ir.cluster import DEVICE_KINDS, Cluster
 from autopart.ir.decision import Decision
-from autopart.ir.errors import UsageError
+from autopart.ir.errors import RefusedError, UsageError
 from autopart.ir.graph import Cost, Graph, Op, Size
 from autopart.passes.ops.analytic_costs import saved_values
 from autopart.passes.ops.cost_model import FIELDS, CostTable, OpCosts
@@ -86,6 +86,15 @@ class GroupCosts:
         states = self.assignment.states
         local = {n: size // t if states[n].kind == CUT_KIND else size for n, size in table.value_bytes.items()}
         return CostTable(np.floor(columns), local)
+
+    def exchange_ns(self) -> dict[str, tuple[int, int]]:
+        """Return, by op, the latencies of the exchanges in its forward and in its backward.  O(reads)."""
+        found, latency_ns = dict[str, tuple[int, int]](), round(self.cluster.levels[0].link.latency_ns)
+        for n, _, there, back in self._edges.T.tolist():
+            name = self.graph_of_all.ops[n].name
+            fwd_ns, bwd_ns = found.get(name, (0, 0))
+            found[name] = fwd_ns + latency_ns * (there > 0), bwd_ns + latency_ns * (back > 0)
+        return found
 
     def _widths(self, columns: npt.NDArray[np.float64], sizes: _Table, device_type: int) -> None:
         """Let products take as much longer as their parts fill fewer waves, and as long as to read a whole weight."""
@@ -218,6 +227,22 @@ def grouped(cluster: Cluster, shards: int) -> Cluster:
     ]
     kept = tuple(level for level in levels if level.size > 1) or (levels[-1],)
     return replace(cluster, devices=cluster.devices[::shards], levels=kept)
+
+
+def of_groups(decision: Decision) -> Decision:
+    """Return the decision for groups of one for their ranks (`spelled_out`).  Raises RefusedError where ranks that
+    compute together are not next to each other."""
+    shards = decision.shards
+    stages = [
+        replace(stage, ranks=tuple([r // shards for r in stage.ranks[::shards]]), shards=1) for stage in decision.stages
+    ]
+    found = replace(decision, world=decision.world // shards, stages=tuple(stages))
+    if spelled_out(found, shards) != decision:
+        raise RefusedError(
+            "this plan cannot be simulated: ranks that compute together are not next to each other, in order",
+            fix=f"give each stage ranks n * {shards} to n * {shards} + {shards - 1}",
+        )
+    return found
 
 
 def spelled_out(decision: Decision, shards: int) -> Decision:

@@ -13,55 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import chain
 
 from autopart.ir.cluster import DEVICE_KINDS, Cluster, Device
-from autopart.ir.graph import Graph
 from autopart.ir.plan import Estimate, Stage
 from autopart.ir.program import MESSAGES_AHEAD
-from autopart.ir.shares import largest_share
-from autopart.passes.ops.table import keeps
-from autopart.passes.ops.weight_parts import summed_bytes
+from autopart.passes.simulation.graph_index import GraphIndex
 from autopart.passes.simulation.slices import share_of
 from autopart.passes.simulation.traffic import Loads
 
 FIELDS = tuple([each.name for each in fields(Estimate)])
 """What may be charged."""
-
-
-class GraphIndex:
-    """A graph with its ops and its sizes in bytes by name.
-
-    params: all parameters.  trained: trainable ones.  summed: their gradients as replicas sum them.  copies: copies of
-    parameters in another precision.  values: values.
-    """
-
-    def __init__(self, graph: Graph) -> None:
-        """O(ops + values + parameters)."""
-        self.graph = graph
-        self.ops = graph.op_map()
-        self.params = {p.name: p.size_bytes for p in graph.params}
-        self.trained = {p.name: p.size_bytes for p in graph.params if p.trainable}
-        self.summed = {p.name: summed_bytes(p) for p in graph.params if p.trainable}
-        self.copies = {p.name: p.copy_bytes for p in graph.params if p.copy_bytes}
-        self.values = {v.name: v.size_bytes for v in graph.values}
-
-    def params_of(self, stage: Stage) -> set[str]:
-        """Return the parameters that a stage uses.  O(uses)."""
-        return set(chain.from_iterable([self.ops[op].params for op in stage.ops]))
-
-    def largest_share(self, stage: Stage) -> int:
-        """Return the bytes of trainable parameters of the replica that owns most of them."""
-        trained = self.params_of(stage) & self.trained.keys()
-        return largest_share([self.trained[name] for name in trained], len(stage.ranks))
-
-    def trained_bytes(self, params: set[str]) -> int:
-        """Return the bytes of the trainable ones among these parameters."""
-        return sum([self.trained[name] for name in params & self.trained.keys()])
-
-    def summed_bytes(self, params: set[str]) -> int:
-        """Return the bytes of these parameters' gradients as replicas sum them."""
-        return sum([self.summed[name] for name in params & self.summed.keys()])
 
 
 @dataclass(frozen=True)
@@ -107,9 +68,10 @@ class Share:
 
     ranks: of these devices.  whole: the graph at the rows of a whole micro-batch.  types: the types of these devices,
     each with the graph at their rows.  state_factor, group_ns: as in `Estimator`.  sums: what is charged so far, by
-    field of `Estimate`.  costs: of the stage's ops, for each type.  weights, trained, summed: bytes of its parameters,
-    of the trainable ones, and of gradients as replicas sum them.  updated: of the trainable ones, those that a device
-    updates.  Where replicas take micro-batches in turn, a device has all rows of every r-th one (micros).
+    field of `Estimate`.  costs: of the stage's ops together, for each type.  weights, copies, trained, summed: bytes of
+    its parameters, of copies, of the trainable ones, and of gradients as replicas sum them.  updated: of the trainable
+    ones, those that a device updates.  Where replicas take micro-batches in turn, a device has all rows of every r-th
+    one (micros).
     """
 
     context: StageContext
@@ -123,15 +85,12 @@ class Share:
     sums: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FIELDS, 0))
 
     def __post_init__(self) -> None:
-        """O(uses)."""
+        """O(uses) for new stages."""
         stage, whole = self.context.stage, self.whole
         self.stage, self._replica = stage, stage.ranks.index(self.ranks[0])
         self.micros = -(-self.context.micros // stage.division.period)
-        self.costs = [[index.ops[name].cost for name in stage.ops] for index in self.types.values()]
-        self.used = whole.params_of(stage)
-        self.weights = sum([whole.params[name] for name in self.used])
-        self.copies = sum([whole.copies.get(name, 0) for name in self.used])
-        self.trained, self.summed = whole.trained_bytes(self.used), whole.summed_bytes(self.used)
+        self.costs = [index.sums(stage.ops) for index in self.types.values()]
+        _, self.weights, self.copies, self.trained, self.summed = whole.params_of(stage)
         self.updated = whole.largest_share(stage) if self.context.zero else self.trained
 
     def part(self, amount: int) -> int:
@@ -178,23 +137,6 @@ def summing_ns(size_bytes: int, ranks: Sequence[int], cluster: Cluster) -> int:
     return copying_ns(2 * passing, devices) + int((1.5 * passing + 2 * size_bytes) * 1e9 / slowest)
 
 
-def redone_ns(group: Sequence[str], index: GraphIndex) -> int:
-    """Return the nanoseconds of running a recomputed group again, up to the last op whose result autograd needs.
-
-    An op of which only the operands are kept need not run for that.  O(group).
-    """
-    total = sum([index.ops[name].cost.fwd_ns for name in group])
-    for name in reversed(group):
-        op = index.ops[name]
-        if op.parts not in ((), (name,)):  # a block
-            return total - op.cost.tail_ns
-        kept = keeps(op.target)
-        total -= op.cost.fwd_ns if kept != "after" else 0
-        if kept:
-            break
-    return total
-
-
 # ---- the charges ---------------------------------------------------------------------------------------------------
 
 Amounts = Mapping[str, int]
@@ -206,11 +148,11 @@ def computing(share: Share) -> Amounts:
     of one of them."""
     own = share.costs[0]
     return {
-        "fwd_ns": max([sum([cost.fwd_ns for cost in costs]) for costs in share.costs]),
-        "bwd_ns": max([sum([cost.bwd_ns for cost in costs]) for costs in share.costs]),
-        "flops": sum([cost.flops for cost in own]),
-        "activation_bytes": sum([cost.saved_bytes for cost in own]),
-        "workspace_bytes": max([cost.scratch_bytes for cost in own], default=0),
+        "fwd_ns": max([costs.fwd_ns for costs in share.costs]),
+        "bwd_ns": max([costs.bwd_ns for costs in share.costs]),
+        "flops": own.flops,
+        "activation_bytes": own.saved_bytes,
+        "workspace_bytes": own.scratch_bytes,
     }
 
 
@@ -218,8 +160,8 @@ def split_backward(share: Share) -> Amounts:
     """Charge what W takes where the backward has two parts, and what a micro-batch keeps from I to W: the inputs and
     the gradients of its products."""
     return {
-        "weight_ns": max([sum([cost.weight_ns for cost in costs]) for costs in share.costs]),
-        "weight_bytes": sum([cost.weight_bytes for cost in share.costs[0]]),
+        "weight_ns": max([costs.weight_ns for costs in share.costs]),
+        "weight_bytes": share.costs[0].weight_bytes,
     }
 
 
@@ -251,16 +193,13 @@ def recomputation(share: Share) -> Amounts:
     groups, indices = share.stage.recompute, [*share.types.values()]
     if not groups:
         return {}
-    again = max([sum([redone_ns(group, index) for group in groups]) for index in indices])
+    again = max([sum([index.redone(group).again_ns for group in groups]) for index in indices])
     again += share.group_ns * len(groups)
-    ops = [indices[0].ops[name] for name in share.stage.ops]
-    group_of = {name: place for place, group in enumerate(groups) for name in group}
-    writer = {w: group_of.get(op.name, -1) for op in ops for w in op.writes}  # -1: written outside all groups
-    users = [(group_of[op.name], op) for op in ops if op.name in group_of]
-    inputs = {r for group, op in users for r in op.reads if r in writer and writer[r] != group}
-    kept, left_out = sum([indices[0].values[name] for name in inputs]), sum([op.cost.saved_bytes for _, op in users])
-    saved = [sum([indices[0].ops[name].cost.saved_bytes for name in group]) for group in groups]
-    return {"recompute_ns": again, "bwd_ns": again, "activation_bytes": kept - left_out, "workspace_bytes": max(saved)}
+    redone = [indices[0].redone(group) for group in groups]
+    inputs = frozenset[str]().union(*[group.inputs for group in redone]) & indices[0].written(share.stage)
+    kept, left_out = sum([indices[0].values[name] for name in inputs]), sum([group.saved_bytes for group in redone])
+    most = max([group.saved_bytes for group in redone])
+    return {"recompute_ns": again, "bwd_ns": again, "activation_bytes": kept - left_out, "workspace_bytes": most}
 
 
 def weights(share: Share) -> Amounts:

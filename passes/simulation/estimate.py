@@ -154,7 +154,7 @@ def work_of(
     sums = []  # of each stage; a tied gradient is summed once, over all its stages
     for s, stage in enumerate(stages):
         apart = sum([index.summed[name] for name, users in tied if s in users])
-        sums.append((index.summed_bytes(params[s]) - apart, stage.ranks))
+        sums.append((params[s].summed_bytes - apart, stage.ranks))
     tied_ranks = [tuple(sorted({rank for s in users for rank in stages[s].ranks})) for _, users in tied]
     return Work(
         fwd_ns=tuple(e.fwd_ns for e in estimates),
@@ -171,7 +171,7 @@ def work_of(
         reduce=tuple((size, loads.to_owners(ranks) if decision.zero else loads.ring(ranks, 2)) for size, ranks in sums),
         summing_ns=tuple(summing_ns(size, ranks, estimator.cluster) for size, ranks in sums),
         gather=tuple(
-            (index.trained_bytes(used), loads.ring(stage.ranks, 1))
+            (used.trained_bytes, loads.ring(stage.ranks, 1))
             for used, stage in zip(params, stages if decision.zero else (), strict=False)
         ),
         optimizer_ns=tuple(e.optimizer_ns for e in estimates),

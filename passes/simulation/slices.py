@@ -9,7 +9,8 @@ A slice of l tokens behind c others, out of L, takes:
     any other op                                                             l / L of its time
     every op of every slice, however short                                   its launch; reading its weights, and
                                                                              adding its gradients to those of earlier
-                                                                             slices
+                                                                             slices; the latency of its exchanges with
+                                                                             ranks that compute parts of it
 
 A GPU reads weights while it computes: there a slice takes the larger of its share and of the passes over its weights,
 as the roofline of whole sequences does.  A CPU takes both, one after the other.
@@ -25,8 +26,9 @@ recomputed group keeps for later slices is not counted); a window is charged as 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +38,7 @@ from autopart.ir.graph import Cost, Graph
 from autopart.passes.ops.analytic_costs import added_ns
 from autopart.passes.ops.flops import operands, seen_share
 from autopart.passes.tokens.lengths import Ints
+from autopart.passes.tokens.recipe import TokenAxis
 
 Floats = npt.NDArray[np.float64]
 _FIXED, _EACH, _BEHIND, _CAUSAL, _ONCE = range(5)
@@ -57,7 +60,8 @@ class SliceShares:
     alone.  launch_ns: of one op.  weight_ns, trained_ns: one pass over the weights that an op reads, and over those of
     them that are trained.  hides: whether the passes over weights hide behind computing (roofline).  added_ns: of each
     backward, spent on adding gradients to their sums.  causal: of those behind, ops whose kernels skip what is hidden.
-    prefix_ns: of ops behind, one pass over the gradients of the keys and values of a whole sequence.
+    prefix_ns: of ops behind, one pass over the gradients of the keys and values of a whole sequence.  exchange_ns: of
+    the forward and of the backward, what exchanges take however few tokens they are about.
     """
 
     tokens: int
@@ -71,6 +75,7 @@ class SliceShares:
     added_ns: Mapping[str, float] = field(default_factory=dict)
     causal: Collection[str] = ()
     prefix_ns: Mapping[str, float] = field(default_factory=dict)
+    exchange_ns: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     def stage_ns(
         self, ops: Collection[str], total_ns: int, lengths: npt.ArrayLike, contexts: npt.ArrayLike, *, backward: bool
@@ -143,6 +148,7 @@ class SliceShares:
                 sums[_ONCE] += taken
                 continue
             fixed = self.launch_ns if self.hides else self.launch_ns + READ * self.weight_ns.get(name, 0.0)
+            fixed += self.exchange_ns.get(name, (0, 0))[backward]
             if backward:
                 fixed += self.added_ns.get(name, 0.0)
                 fixed += 0.0 if self.hides else WRITTEN * self.trained_ns.get(name, 0.0)
@@ -156,7 +162,9 @@ class SliceShares:
         return sums
 
 
-def slice_shares(graph: Graph, tokens: int, behind: Iterable[str], once: Iterable[str], device: Device) -> SliceShares:
+def slice_shares(
+    graph: Graph, axis: TokenAxis, device: Device, exchange_ns: Mapping[str, tuple[int, int]] = MappingProxyType({})
+) -> SliceShares:
     """Return the shares of a captured graph with costs.  device: the first of the cluster.  O(ops)."""
     params, values, ns_per_byte = graph.param_map(), graph.value_map(), 1e9 / device.reached_bytes_per_s
 
@@ -169,16 +177,17 @@ def slice_shares(graph: Graph, tokens: int, behind: Iterable[str], once: Iterabl
         return {name: ns_per_byte * size for name, size in sizes.items()}
 
     costs, kind = {op.name: op.cost for op in graph.ops}, DEVICE_KINDS[device.kind]
-    behind = frozenset(behind)
+    behind = frozenset(axis.behind)
     causal = [op.name for op in graph.ops if op.name in behind and seen_share(op, values, params, device.kind) < 1.0]
     learned = {value.name: value.size_bytes for value in graph.values if value.grad}
     read = {op.name: [ref[1:] for ref in operands(op)[1:3]] for op in graph.ops if op.name in behind}
     return SliceShares(
-        *(tokens, costs, behind, frozenset(once), kind.slice_ns, passing_ns(False), passing_ns(True)),
+        *(axis.tokens, costs, behind, frozenset(axis.once), kind.slice_ns, passing_ns(False), passing_ns(True)),
         hides=kind.beside,
         added_ns=added_ns(graph, device),
         causal=frozenset(causal),
         prefix_ns={name: ns_per_byte * sum([learned.get(ref, 0) for ref in refs]) for name, refs in read.items()},
+        exchange_ns=exchange_ns,
     )
 
 

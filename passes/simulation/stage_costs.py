@@ -19,7 +19,8 @@ from autopart.passes.ops.cost_model import GraphCosts
 from autopart.passes.program.orders import Schedule, Shape, Turn
 from autopart.passes.program.schedules import Pattern, find, in_flight, most_tokens, pattern, streams
 from autopart.passes.program.stream import streaming_of
-from autopart.passes.simulation.charges import FIELDS, GraphIndex, Share, StageContext, charged
+from autopart.passes.simulation.charges import FIELDS, Share, StageContext, charged
+from autopart.passes.simulation.graph_index import GraphIndex
 from autopart.passes.simulation.slices import SliceShares, share_of
 from autopart.passes.simulation.traffic import Loads
 

@@ -21,6 +21,7 @@ from torch import nn
 from autopart.rng import keyed
 from autopart.runtime.activity import waiting
 from autopart.runtime.group.world import World
+from autopart.runtime.stages.slice_functions import Places, among_all, own_of
 
 PURPOSE = "shards"
 """Of the groups of ranks that compute parts of the same values (`World.group`)."""
@@ -160,26 +161,32 @@ class _Exchanged(torch.autograd.Function):
 class Drawn(nn.Module):
     """A random op that draws for a whole tensor, of which each member has a part.  cut: of its operand and results,
     None where all have all.  order: of the axes in the memory of the operand in the whole program, since numbers are
-    drawn in that order."""
+    drawn in that order.  places: of a slice of tokens in the whole sequence."""
 
-    def __init__(self, members: Members, cut: Cut | None, order: Sequence[int]) -> None:
+    def __init__(self, members: Members, cut: Cut | None, order: Sequence[int], places: Places = ()) -> None:
         super().__init__()
-        self._members, self._cut, self._order = members, cut, tuple(order)
+        self._members, self._cut, self._order, self._places = members, cut, tuple(order), places
 
     def forward(self, op: Any, number: int, tensor: torch.Tensor, *arguments: Any) -> Any:
         """Return this member's part of what the op returns."""
-        members, cut = self._members, self._cut
-        local = list(tensor.shape)
-        size = local if cut is None else [s * members.count if n == cut[0] else s for n, s in enumerate(local)]
-        whole = torch.empty_permuted(size, self._order, dtype=tensor.dtype, device=tensor.device).fill_(1)
-        if cut is None:
-            whole.copy_(tensor)
-            return keyed(op, number, whole, *arguments)
-        axis, before = cut
-        _parts(members, cut, whole).select(axis + 1, members.index).copy_(torch.unflatten(tensor, axis, (before, -1)))
-        found = keyed(op, number, whole, *arguments)
-        own = partial(_slice, members, cut)
-        return own(found) if isinstance(found, torch.Tensor) else tuple(map(own, found))
+        places = self._own(tensor)
+        return own_of(keyed(op, number, among_all(tensor, places, self._order), *arguments), places)
+
+    def _own(self, tensor: torch.Tensor) -> Places:
+        """Return where this member's part lies in the whole, the last axis first."""
+        if self._cut is None:
+            return self._places
+        (axis, before), members = self._cut, self._members
+        found = {place[0]: place for place in self._places}
+        if axis in found:  # of the tokens of the slice, each member has some
+            _, stride, block, tokens, low, high = found[axis]
+            share = (high - low) // members.count
+            first = low + members.index * share
+            found[axis] = axis, stride, block, tokens, first, first + share
+        else:
+            rest = tensor.shape[axis] // before
+            found[axis] = axis, before, rest, members.count, members.index, members.index + 1
+        return tuple(sorted(found.values(), reverse=True))
 
 
 class Vocabulary(nn.Module):

@@ -86,28 +86,31 @@ def drawn(
     places = iter(given)
 
     def whole(arg: Any) -> Any:
-        return _among_all(arg, next(places)) if isinstance(arg, torch.Tensor) else arg
+        if not isinstance(arg, torch.Tensor) or not (own := next(places)):
+            return arg
+        strides = arg.stride()
+        return among_all(arg, own, sorted(range(arg.dim()), key=lambda axis: -strides[axis]))
 
     args, kwargs = map_aggregate((args, kwargs), whole)
     found = keyed(op, number, *args, **kwargs) if rows is None else keyed_rows(op, number, *rows, *args, **kwargs)
-    return _own(found, made) if isinstance(found, torch.Tensor) else tuple(_own(part, made) for part in found)
+    return own_of(found, made)
 
 
-def _own(found: torch.Tensor, made: Places) -> torch.Tensor:
+def own_of(found: Any, made: Places) -> Any:
+    """Return the part of a result, or of each of several, that lies at these places."""
+    if not isinstance(found, torch.Tensor):
+        return tuple([own_of(each, made) for each in found])
     for axis, stride, _, tokens, low, high in made:
         found = part_of(found, axis, stride, tokens, low, high)
     return found
 
 
-def _among_all(tensor: torch.Tensor, places: Places) -> torch.Tensor:
-    """Place the tensor in one of the whole sequence, with the same order of memory, in which some ops draw."""
-    if not places:
-        return tensor
-    sizes, strides = list(tensor.shape), tensor.stride()
+def among_all(tensor: torch.Tensor, places: Places, order: Sequence[int]) -> torch.Tensor:
+    """Place the tensor in a whole one, whose axes lie in this order in memory, in which some ops draw."""
+    sizes = list(tensor.shape)
     for axis, stride, block, tokens, _, _ in places:
         sizes[axis] = stride * tokens * block
-    order = sorted(range(tensor.dim()), key=lambda axis: -strides[axis])
-    filled = torch.empty_permuted(sizes, order, dtype=tensor.dtype, device=tensor.device).fill_(1)
+    filled = torch.empty_permuted(sizes, tuple(order), dtype=tensor.dtype, device=tensor.device).fill_(1)
     place = filled
     for axis, stride, block, tokens, low, high in places:
         place = torch.unflatten(place, axis, (stride, tokens, block)).narrow(axis + 1, low, high - low)

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.planning import unequal_shares
-from benchmarks.shared import hosts
+from benchmarks.shared import hosts, quotas
 
 ROOT = Path(__file__).parents[2]
 SMALL = {
@@ -26,6 +25,7 @@ SMALL = {
     "planning.splits": "--models lstm --rounds 2",
     "planning.start": "--layers 1",
     "planning.unequal_shares": "--width 128 --rounds 1",
+    "planning.wide_layers": "--width 64 --rounds 2 --warmup 1 --dry",
     "papers.terapipe": "",
     "steps.against": "--rounds 2 --warmup 1 --layers 1 --out -",
     "steps.asynchronous": "--rounds 2 --warmup 0 --batches 2 --dry",
@@ -50,7 +50,9 @@ SMALL = {
     "gpu.assumed": "--dry-run",
 }
 """The options of a small run."""
-WHY_NOT = {"steps.two_hosts": hosts.why_not, "planning.unequal_shares": unequal_shares.why_not}
+WHY_NOT = {
+    "steps.two_hosts": hosts.why_not, "planning.unequal_shares": quotas.why_not, "planning.wide_layers": quotas.why_not,
+}  # fmt: skip
 """Say why a benchmark cannot run on this machine."""
 OPTIONS_ALONE = {
     "planning.report_pages", "planning.unlike", "papers.pipe_transformer", "papers.planner_objectives",

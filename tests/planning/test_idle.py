@@ -8,8 +8,15 @@ import torch
 from torch import nn
 
 import autopart
+from autopart.batch.batch import flatten
+from autopart.capture import CaptureCache
+from autopart.files.clusters import parse_cluster
+from autopart.options import read_options
+from autopart.planning.make import make_plan
 
 ROWS, TOKENS, WIDTH, VOCAB = 64, 1024, 256, 64
+BATCH = dict.fromkeys(("ids", "labels"), torch.zeros(ROWS, TOKENS, dtype=torch.long))
+OPTIONS = {"stages": 2, "replicas": 1, "costs": "analytic", "cache": False}
 
 
 class Wide(nn.Module):
@@ -28,9 +35,7 @@ class Wide(nn.Module):
 
 
 def planned(model: nn.Module, **options: Any) -> autopart.Plan:
-    batch = dict.fromkeys(("ids", "labels"), torch.zeros(ROWS, TOKENS, dtype=torch.long))
-    given = {"stages": 2, "replicas": 1, "costs": "analytic", "cache": False, **options}
-    return autopart.plan(model, "cuda:2", sample=batch, **given)
+    return autopart.plan(model, "cuda:2", sample=BATCH, **{**OPTIONS, **options})
 
 
 def tried(plan: autopart.Plan) -> list[tuple[int, str]]:
@@ -48,6 +53,23 @@ def test_slices_are_an_alternative_of_a_plan_that_idles() -> None:
 def test_slices_that_save_nothing_are_noted() -> None:
     plan = planned(Wide(), micro_batches=64)
     assert not tried(plan) and (plan.outlook.bubble < 0.15 or any("slices of sequences save" in n for n in plan.notes))
+
+
+def test_a_start_does_not_capture_another_length_to_try_slices() -> None:
+    """A plan that is run costs no more captures than one of whole sequences that were asked for."""
+
+    def captured(*, to_run: bool, **options: Any) -> tuple[int, autopart.Plan]:
+        captures, given = CaptureCache(Wide()), {**OPTIONS, "micro_batches": 1, **options}
+        made = make_plan(captures, flatten(BATCH), parse_cluster("cuda:2"), read_options(**given), to_run=to_run)
+        return captures.made, made.plan
+
+    (asked, _), (started, start), (planned_alone, alone) = (
+        captured(to_run=True, token_slices=1),
+        captured(to_run=True),
+        captured(to_run=False),
+    )
+    assert start.outlook.bubble > 0.15 and not tried(start) and tried(alone)
+    assert asked == started < planned_alone
 
 
 def test_whole_sequences_that_are_asked_for_are_not_tried_in_slices() -> None:

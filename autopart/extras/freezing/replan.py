@@ -296,7 +296,7 @@ def _running(session: Session, cluster: Cluster, options: Options) -> tuple[floa
     except PlanError:
         return None, None
     estimated = estimated_plan(replace(running, decision=decision), captured, captures, batch, cluster, options)
-    now_ns = estimate(decision, *estimated).step_ns
+    now_ns = estimate(*estimated).step_ns
     return now_ns * 1e-9 + activations_of(session).beside_s, decision
 
 

@@ -18,7 +18,6 @@ import torch
 from torch import fx
 
 from autopart.batch.batch import Batch
-from autopart.capture.cache import CaptureCache
 from autopart.capture.capture import Captured
 from autopart.capture.python.reads.masks import with_masks
 from autopart.capture.python.reads.questions import made_of
@@ -26,11 +25,12 @@ from autopart.ir.errors import CaptureError, RefusedError, UsageError
 from autopart.ir.graph import Size
 from autopart.passes.tokens.analysis import analyse
 from autopart.passes.tokens.recipe import Form, Recipe, TokenLayout
+from autopart.planning.derive.family import Captures
 
 _FIX = "leave token_slices out: the model is then trained on whole sequences"
 
 
-def token_recipe(captures: CaptureCache, batch: Batch, size: Size) -> Recipe | RefusedError:
+def token_recipe(captures: Captures, batch: Batch, size: Size) -> Recipe | RefusedError:
     """Return how the model runs token slice by token slice, or why it cannot.
 
     Costs a capture of shorter sequences.  Raises CaptureError, RefusedError.
@@ -80,7 +80,7 @@ WHOLE_SEQUENCES = AskedSlices()
 
 
 def asked_slices(
-    asked: str | int | tuple[int, ...] | None, captures: CaptureCache, batch: Batch, size: Size
+    asked: str | int | tuple[int, ...] | None, captures: Captures, batch: Batch, size: Size
 ) -> AskedSlices:
     """Return the slices that `token_slices=` asks for.
 
@@ -111,6 +111,16 @@ def asked_slices(
     return AskedSlices(lengths if len(lengths) > 1 else (), recipe)
 
 
+def sliced_at(slices: AskedSlices, captures: Captures, batch: Batch, size: Size) -> AskedSlices:
+    """Return slices whose recipe says where rows and tokens lie at another number of rows.  Raises RefusedError."""
+    if slices.recipe is None:
+        return slices
+    recipe = token_recipe(captures, batch, size)
+    if isinstance(recipe, RefusedError):
+        raise recipe
+    return replace(slices, recipe=recipe)
+
+
 def sequence_length(batch: Batch) -> int | None:
     """Return the tokens of a batch's sequences: the most common size of axis 1 of its integer inputs."""
     sizes = Counter(
@@ -126,7 +136,7 @@ def fewer_tokens(tokens: int) -> int:
     return tokens - 3 if tokens > 6 else tokens - 1
 
 
-def _shorter(captures: CaptureCache, batch: Batch, size: Size, tokens: int, fewer: int) -> Captured:
+def _shorter(captures: Captures, batch: Batch, size: Size, tokens: int, fewer: int) -> Captured:
     """Capture shorter sequences; feature axes that happen to have the size of a sequence stay whole."""
     try:
         return captures(shortened(batch, tokens, fewer), size)

@@ -8,7 +8,7 @@ memory like every candidate.  The searched order, which takes longest to find, i
 Memory that activations do not take delays W, and W fills the bubble; recomputation makes room at a price.  So a plan
 whose order is searched (`passes.ordering`) is tried with as much recomputed as if its ranks held several numbers of
 micro-batches (`HELD`), with backwards split on all stages or on the later ones alone, whose ranks have memory left
-under 1F1B.  Each gets one order, found on a shorter step where that is long; the best get an order of the whole step.
+under 1F1B.  Each gets one order, found on a shorter step where that is long; the best gets an order of the whole step.
 
 Where the planner may choose, an order has to save enough to be worth it (`Candidate.preference`).
 """
@@ -44,15 +44,14 @@ from autopart.passes.search.refinement import (
     with_even_cuts,
 )
 from autopart.passes.search.space import ORDERS, PER_RANK, PlanRequest, SearchSpace, blocks_of, is_other
-from autopart.passes.simulation.estimate import work_of
+from autopart.passes.simulation.estimate import stage_estimates, work_of
 from autopart.passes.simulation.simulate import Work
 from autopart.passes.simulation.stage_costs import own_bytes, stage_contexts
 
 SHAPES = 4
-"""Plans of different shapes that are tried under other orders; of short programs twice as many, and as many of those
-that are best under plain 1F1B: the others of its family may suit devices in another order."""
-ORDERED = 1
-"""Plans, of those with listed orders, that get a searched one."""
+"""Plans of different shapes that are tried under other orders; of short programs twice as many, as many of those that
+are best under plain 1F1B, and as many that differ in where unlike devices stand: what suits 1F1B's family may need
+memory where another order has none."""
 SMALL = 20_000
 """Actions of a step up to which every order is compared, also those that cannot win, to report what they take."""
 MOVES = 100_000
@@ -103,6 +102,7 @@ def _trials(search: Search) -> Iterator[tuple[Way, Evaluation, SearchSpace]]:
     best = search.finalists(SHAPES) if allowed else []
     if best and actions_of(best[0].candidate) <= SMALL:
         best = [*search.finalists(2 * SHAPES), *search.finalists(2 * SHAPES, schedule=FAMILY[0])]
+        best += search.finalists(2 * SHAPES, by_kind=True) if len(fine.costs.device_types) > 1 else []
     different = {(found.candidate.bounds, found.candidate.ranks, found.candidate.micro_rows): found for found in best}
     shapes = [found for found in different.values() if _may_gain(found, fine)]
     search.other_orders = bool(shapes)
@@ -157,24 +157,30 @@ def _placed(way: Way, found: Evaluation) -> Candidate:
 
 
 def evaluate_searched(search: Search, effort: int) -> None:
-    """Evaluate the plans whose listed orders are shortest, with orders searched for each of them.
+    """Evaluate the plan whose listed order is shortest, with an order searched for it.
 
     effort: computes of the plans for which orders are listed.
     """
-    tried, ways_found = False, list[tuple[SearchSpace, Candidate, Ordered]]()
+    known: set[object] = set()
+    best: tuple[SearchSpace, Candidate, Ordered] | None = None
     for way, found, fine in _trials(search):
         computes = 3 * _placed(way, found).stages * len(found.candidate.micro_rows)
-        if way.schedule != SEARCHED or (computes > effort and tried):
+        if way.schedule != SEARCHED or (computes > effort and known):
             continue
         for candidate in _under(way, found, fine):
-            effort, tried = effort - computes, True
+            effort -= computes
             space = fine if candidate.per_rank > 1 else found.space
-            known = listed_ways(space, candidate, found.decision.zero, _to_beat(search, fine, candidate))
-            ways_found += [(space, candidate, each) for each in known]
+            key = space.chain.n, candidate.key, found.decision.zero
+            if key in known:  # plans that differ in their cuts alone may be cut alike
+                continue
+            known.add(key)
+            limit = min(_to_beat(search, fine, candidate), best[2].step_ns if best else math.inf)
+            listed_way = shortest_way(space, candidate, found.decision.zero, limit)
+            if listed_way is not None and (best is None or listed_way.step_ns < best[2].step_ns):
+                best = space, candidate, listed_way
         search.tell("listed orders")
-    ways_found.sort(key=lambda known: known[2].step_ns)
-    for space, candidate, each in ways_found[:ORDERED]:
-        search.evaluate(space, with_order(space, candidate, each, MOVES))
+    if best is not None:
+        search.evaluate(best[0], with_order(*best, MOVES))
         search.tell("searched orders")
 
 
@@ -196,7 +202,8 @@ def refine_ordered(search: Search, effort: int) -> None:
         search.tell("refine other orders")
         if near.candidate.order and near is not found:
             plan = replace(near.candidate, order=(), recompute=())
-            for way in listed_ways(near.space, plan, near.decision.zero, near.step_ns)[:1]:
+            way = shortest_way(near.space, plan, near.decision.zero, near.step_ns)
+            if way is not None:
                 search.evaluate(near.space, with_order(near.space, plan, way, MOVES))
             search.tell("searched orders")
 
@@ -304,17 +311,32 @@ def with_order(space: SearchSpace, plan: Candidate, way: Ordered, effort: int) -
     return replace(plan, order=order, recompute=tuple([stage.recompute for stage in way.decision.stages]))
 
 
-def listed_ways(space: SearchSpace, plan: Candidate, zero: int, below_ns: float = math.inf) -> list[Ordered]:
-    """Return the ways to run a plan for which an order was found, the fastest first.
+def shortest_way(space: SearchSpace, plan: Candidate, zero: int, below_ns: float = math.inf) -> Ordered | None:
+    """Return the way to run a plan for which the shortest order was found, or None.
 
-    zero: whether replicas share the optimizer state.  below_ns: ways of which no order takes less are left out.
+    zero: whether replicas share the optimizer state.  below_ns: ways of which no order takes less are left out, first
+    by their times without recomputation and without limits of memory, which makes no order shorter; then it is chosen.
     """
-    decision, ways_found = staged(space, plan, zero), list[Ordered]()
+    decision = staged(space, plan, zero)
     links = edges(decision, space.chain.blocks)
     shared = tied(decision, space.chain.blocks) if space.may_be_tied else ()
     shape = replace(Shape.of(decision), order=())
     positions, micros = len(shape.workers), shape.micros
     short = min(micros, FILLED * positions)
+    best: Ordered | None = None
+
+    def pipelines(work: Work, rooms: tuple[int, ...]) -> Iterator[tuple[Work, Pipeline]]:
+        """Yield the works, with backwards split from some stage on, that may be shorter than what is known."""
+        for first in SPLIT_FROM if not shape.homes else SPLIT_FROM[:1]:
+            late = int(first * shape.stages)
+            own = replace(work, weight_ns=tuple([ns if s >= late else 0 for s, ns in enumerate(work.weight_ns)]))
+            whole = Pipeline.of(shape, links, own, rooms)
+            if bound_ns(whole) < min(below_ns, best.step_ns if best else math.inf):
+                yield own, whole
+
+    least = stage_estimates(replace(decision, schedule="gpipe"), links, space.costs)
+    if not any(pipelines(work_of(decision, least, links, shared, space.costs), ())):
+        return None
     done: set[object] = set()
     for part in HELD:
         depth = [positions if shape.homes else positions - s for s in range(shape.stages)]
@@ -323,22 +345,15 @@ def listed_ways(space: SearchSpace, plan: Candidate, zero: int, below_ns: float 
             continue
         done.add(fit)
         recomputed, estimates, rooms = fit
-        work = work_of(recomputed, estimates, links, shared, space.costs)
         busiest = max(sum(estimates[s].fwd_ns + estimates[s].bwd_ns for s in own) for own in shape.workers)
-        for first in SPLIT_FROM if not shape.homes else SPLIT_FROM[:1]:
-            late = int(first * shape.stages)
-            weight_ns = tuple([ns if s >= late else 0 for s, ns in enumerate(work.weight_ns)])
-            own = replace(work, weight_ns=weight_ns)
-            whole = Pipeline.of(shape, links, own, rooms)
-            if bound_ns(whole) >= below_ns:
-                continue
+        for own, whole in pipelines(work_of(recomputed, estimates, links, shared, space.costs), rooms):
             pipeline = replace(whole, micros=short)
             orders = listed(pipeline, RULES[0])
             played = replay(pipeline, orders) if orders is not None else None
-            if played is not None:
-                step_ns = played.step_ns + (micros - short) * busiest
-                ways_found.append(Ordered(step_ns, recomputed, links, shared, own, rooms))
-    return sorted(ways_found, key=lambda way: way.step_ns)
+            step_ns = played.step_ns + (micros - short) * busiest if played is not None else 0
+            if played is not None and (best is None or step_ns < best.step_ns):
+                best = Ordered(step_ns, recomputed, links, shared, own, rooms)
+    return best
 
 
 def _fitted(

@@ -83,18 +83,18 @@ def _sliced(whole: Evaluation) -> Iterator[Candidate]:
     request, tokens = whole.space.request, whole.space.costs.slices.tokens
     if request.token_axis is None or whole.stages < 2 or whole.candidate.other_order:
         return
-    step = -(-tokens // CELLS)
+    step = request.token_step * -(-tokens // (CELLS * request.token_step))
     found = [_best_lengths(whole, step)]
-    found += [even_lengths(tokens, count) for count in EVEN_COUNTS if count <= tokens // step]
+    found += [even_lengths(tokens, n, request.token_step) for n in EVEN_COUNTS if n <= tokens // step]
     for lengths in dict.fromkeys(lengths for lengths in found if len(lengths) > 1):
         for schedule in request.schedules:
             if find(schedule).sliced:
                 yield replace(whole.candidate, token_slices=lengths, schedule=schedule)
 
 
-def even_lengths(tokens: int, count: int) -> tuple[int, ...]:
-    """Return the lengths of `count` slices, as even as possible; () for one."""
-    ends = [tokens * i // count for i in range(count + 1)]
+def even_lengths(tokens: int, count: int, step: int = 1) -> tuple[int, ...]:
+    """Return the lengths of `count` slices, multiples of `step` as even as possible; () for one."""
+    ends = [tokens // step * i // count * step for i in range(count + 1)]
     return tuple(b - a for a, b in pairwise(ends)) if count > 1 else ()
 
 

@@ -331,7 +331,6 @@ def test_half_precision_differs_by_rounding(precision: str, pair: Workers) -> No
 @pytest.mark.parametrize(
     ("given", "what"),
     [
-        ({"token_slices": 2}, "slices of sequences"),
         ({"zero": 1}, "shared optimizer state"),
         ({"backend": "inductor"}, "compiled stages"),
         ({"schedule": "pipedream"}, "pipedream"),

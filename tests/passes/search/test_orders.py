@@ -7,7 +7,9 @@ from itertools import accumulate
 from typing import Any
 
 import pytest
+from support.grids import sampled
 from support.languages.graphs import cluster, graph, layers, plan_of
+from support.oracles.drawn_clusters import drawn, found_for
 
 from autopart.ir.errors import UsageError
 from autopart.ir.graph import Graph
@@ -15,8 +17,11 @@ from autopart.ir.plan import Plan, check_decision
 from autopart.passes.program.orders import placed
 from autopart.passes.program.routing import route
 from autopart.passes.program.verify import check_program
+from autopart.passes.search.evaluation import Candidate
 from autopart.passes.search.requests import check_request
 from autopart.passes.search.space import PlanRequest
+from autopart.passes.search.variants import orders
+from autopart.passes.search.variants.orders import shortest_way
 
 
 def slow_layers(count: int) -> Graph:
@@ -94,6 +99,20 @@ def test_stages_of_one_rank_share_its_memory() -> None:
     plan = proven(plan_of(g, cluster(2, memory=tight), micros=4, schedule="interleaved", stages=4, replicas=1), g)
     assert any(stage.recompute for stage in plan.stages)
     assert plan.step_ns >= free.step_ns
+
+
+@pytest.mark.parametrize("seed", sampled(range(60), every=12))
+def test_no_bound_leaves_out_the_shortest_way_to_order_a_plan(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However little memory there is: bounds come before recomputation is chosen."""
+    problem = drawn(seed, devices=3, layers=6)
+    space, tried = problem.space, list[tuple[Candidate, Any]]()
+    for found in [e for e in found_for(problem).ranked if e.stages > 1 and not e.candidate.other_order][:6]:
+        plan = replace(found.candidate, schedule="searched")
+        tried.append((plan, shortest_way(space, plan, 0)))
+    for plan, way in tried:
+        assert way is None or shortest_way(space, plan, 0, way.step_ns + 1) == way
+    monkeypatch.setattr(orders, "bound_ns", lambda pipeline: 0)
+    assert [way for _, way in tried] == [shortest_way(space, plan, 0) for plan, _ in tried]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from support.languages.graphs import cluster, graph, layers, plan_of, source
 
 from autopart.ir.errors import InfeasibleError
 from autopart.ir.plan import Stage
-from autopart.passes.search.recomputation import StageBlocks, _ended_oftener, _sizes_of_groups, least_recomputed
+from autopart.passes.search.recomputation import StageBlocks, _ended_oftener, _groupings, least_recomputed
 from autopart.passes.simulation.charges import StageContext
 from autopart.passes.simulation.stage_costs import Estimator
 
@@ -24,7 +24,7 @@ def test_groups_are_neighbours_and_hold_each_chosen_block_once(rows: list[tuple[
     assert sorted(order) == list(range(len(rows)))
     chosen = frozenset(order[: data.draw(st.integers(1, len(rows)))])
     live = data.draw(st.integers(1, 6))
-    ways = list(_sizes_of_groups(blocks, chosen, live))
+    ways = [(live * each + most, groups) for each, most, groups in _groupings(blocks, chosen)]
     for _, groups in ways:
         assert sorted(place for group in groups for place in group) == sorted(chosen)
     needed = min(kept for kept, _ in ways)

@@ -6,15 +6,18 @@ from dataclasses import replace
 from itertools import pairwise, product
 from unittest import mock
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.grids import sampled
 from support.languages.graphs import cluster, graph, source
+from support.oracles.drawn_clusters import drawn, found_for
 
 from autopart.passes.pipeline import _spaces
 from autopart.passes.search import refinement
 from autopart.passes.search.evaluation import Candidate, Search
 from autopart.passes.search.layout import Layout
-from autopart.passes.search.refinement import Need, balanced, least_bound
+from autopart.passes.search.refinement import Need, balanced, least_bound, least_ns
 from autopart.passes.search.space import PlanRequest
 from autopart.passes.simulation.stage_costs import Estimator
 
@@ -45,6 +48,15 @@ def test_all_cuts_move_together_as_long_as_the_step_gets_shorter() -> None:
     assert after.step_ns <= search.evaluate(space, equal).step_ns
     alone = search.evaluate(space, replace(uneven, bounds=(0, BLOCKS), widths=(1,)))
     assert balanced(search, alone) is alone
+
+
+@pytest.mark.parametrize("seed", sampled(range(60), every=10))
+def test_no_plan_takes_less_than_what_its_work_takes(seed: int) -> None:
+    """Under every order, with replicas, and with little memory: so a move can be left out by its work alone."""
+    found = found_for(drawn(seed, devices=3, layers=6))
+    known = [*found.fitting.values(), *filter(None, [found.nearest])]
+    ratios = [least_ns(each.space, each.candidate) / each.step_ns for each in known]
+    assert not ratios or 0.3 < max(ratios) <= 1 or len({*found.fine.costs.cluster.devices}) > 1 >= max(ratios)
 
 
 @given(st.data(), st.integers(1, 4), st.integers(1, 6))

@@ -19,8 +19,8 @@ from autopart.ir.plan import Decision, Plan, Stage
 from autopart.passes.pipeline import search
 from autopart.passes.program.routing import route
 from autopart.passes.search.evaluation import SHARING
-from autopart.passes.simulation.charges import GraphIndex
 from autopart.passes.simulation.estimate import estimate
+from autopart.passes.simulation.graph_index import GraphIndex
 from autopart.passes.simulation.stage_costs import Estimator
 
 TEXT = "; ".join(f"v{i}:10 #1 @m.{i} +w{i}:100 <- {f'v{i - 1}' if i else 'x'}" for i in range(4))

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autopart.batch.batch import flatten
 from autopart.capture import Captured, capture
 from autopart.ir.graph import Cost, Graph, Op
-from autopart.passes.simulation.charges import GraphIndex, redone_ns
+from autopart.passes.simulation.graph_index import GraphIndex, redone_ns
 from autopart.runtime.stages.stage_module import RecomputedGroup
 from autopart.stagecode.stage_graph import convex_groups
 

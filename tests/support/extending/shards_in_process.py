@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,16 +16,18 @@ from autopart.batch.batch import flatten
 from autopart.capture import CaptureCache, Captured
 from autopart.ir.graph import Graph, Size
 from autopart.passes.shards.assignment import Assignment, check
-from autopart.passes.shards.calls import calls_of
+from autopart.passes.shards.calls import Call, calls_of
 from autopart.passes.shards.factors import factors_of
 from autopart.passes.shards.facts import row_digits
 from autopart.passes.shards.states import COPY, CUT_KIND, State
 from autopart.passes.shards.strategies import NO_DIGIT, Strategy, strategies
+from autopart.passes.tokens.recipe import Recipe
 from autopart.rng import keyed, micro_key
 from autopart.runtime.stages import shard_group
 from autopart.runtime.stages.stage_module import StageModule
 from autopart.stagecode.shards import shard_code
 from autopart.stagecode.split import cut
+from support.oracles.sliced import play_sliced, sliced_stages
 
 Tensors = Mapping[str, torch.Tensor]
 Result = tuple[torch.Tensor, dict[str, torch.Tensor | None]]
@@ -88,14 +91,18 @@ def captured_at(model: torch.nn.Module, sample: Any, rows: int = 2) -> tuple[Cap
     return captured, {name: t[:rows] for name, t in zip(captured.graph.inputs, tensors, strict=True)}
 
 
-def drawn(graph: Graph, shards: int, seed: int) -> Assignment:
-    """Return a random assignment: any way to run each op that its rule allows, mostly one that cuts something."""
+def drawn(
+    graph: Graph, shards: int, seed: int, allowed: Callable[[Call, Strategy], bool] = lambda call, way: True
+) -> Assignment:
+    """Return a random assignment: any way to run each op that its rule allows, mostly one that cuts something.
+
+    allowed: says which of these."""
     rng, factors, rows = random.Random(seed), factors_of(graph), row_digits(graph, factors_of(graph))
     states: dict[str, State] = dict.fromkeys((*graph.inputs, *(p.name for p in graph.params)), COPY)
     chosen: dict[str, Strategy] = {}
     wanted: dict[str, set[State]] = {}
     for call in calls_of(graph):
-        options = [each for each in strategies(call, factors, shards) if each.digit not in rows]
+        options = [each for each in strategies(call, factors, shards) if each.digit not in rows and allowed(call, each)]
         cutting = [each for each in options if each.digit != NO_DIGIT]
         found = chosen[call.op.name] = rng.choice(cutting if cutting and rng.random() < 0.8 else options)
         for name, state in zip(call.reads, found.reads, strict=True):
@@ -151,23 +158,58 @@ def errors(
     """Return the largest relative error of the loss and of any gradient, against the same program whole.
 
     expected: of that (`run_whole`).  again: groups of ops that run again in the backward."""
-    group, graph = group or Group(assignment.shards), captured.graph
+    graph = captured.graph
+
+    def run(member: Any, own: Tensors) -> Result:
+        return _run(shard_code(_code(captured, again), graph, assignment, member), own, inputs)
+
+    group = group or Group(assignment.shards)
+    return largest_error(captured, assignment, group, run, expected or run_whole(captured, inputs))
+
+
+def sliced_errors(
+    captured: Captured,
+    inputs: Tensors,
+    assignment: Assignment,
+    recipe: Recipe,
+    lengths: Sequence[int],
+    cut_at: Sequence[int] = (),
+    again: float = 0.0,
+) -> float:
+    """Return what `errors` does, of the program in slices of tokens.  cut_at, again: as for `sliced_stages`."""
+    graph = captured.graph
+
+    def run(member: Any, own: Tensors) -> Result:
+        shard = partial(shard_code, graph=graph, assignment=assignment, members=member, recipe=recipe)
+        with micro_key(0, 0, 0):
+            return play_sliced(graph, sliced_stages(captured, recipe, lengths, cut_at, shard, again), own, inputs)
+
+    return largest_error(captured, assignment, Group(assignment.shards), run, run_whole(captured, inputs))
+
+
+def largest_error(
+    captured: Captured,
+    assignment: Assignment,
+    group: Group,
+    run: Callable[[Any, Tensors], Result],
+    expected: Result,
+) -> float:
+    """Return the largest relative error of the loss and of any gradient of what each member runs with its parts."""
     count = group.count
     found: list[Any] = [None] * count
     patch = pytest.MonkeyPatch()
 
-    def run(index: int) -> None:
+    def run_member(index: int) -> None:
         try:
-            own = {
-                name: _copy(part(t, assignment.states[name], index, count), t) for name, t in captured.tensors.items()
-            }
-            found[index] = _run(shard_code(_code(captured, again), graph, assignment, group.member(index)), own, inputs)
+            states = assignment.states
+            own = {name: _copy(part(t, states[name], index, count), t) for name, t in captured.tensors.items()}
+            found[index] = run(group.member(index), own)
         except BaseException as error:
             found[index] = error
             group.barrier.abort()
 
     patch.setattr(shard_group, "keyed", _keyed)
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
+    threads = [threading.Thread(target=run_member, args=(index,)) for index in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -176,12 +218,12 @@ def errors(
     failures = [each for each in found if isinstance(each, BaseException)]
     for failure in sorted(failures, key=lambda each: isinstance(each, threading.BrokenBarrierError)):
         raise failure
-    loss, gradients = expected or run_whole(captured, inputs)
+    loss, gradients = expected
     scale = max((g.norm().item() for g in gradients.values() if g is not None), default=0.0) or 1.0
     worst = max(abs((own - loss) / loss).item() for own, _ in found)
     for name, gradient in gradients.items():
         whole = torch.zeros_like(captured.tensors[name]) if gradient is None else gradient
-        state, own = assignment.states[name], [grads[name] for _, grads in found]
+        state, own = assignment.states[name], [grads.get(name) for _, grads in found]
         parts = [part(whole, state, index, count) for index in range(count)]
         own = [torch.zeros_like(parts[n]) if g is None else g for n, g in enumerate(own)]
         pairs = zip(own, parts, strict=True) if state.kind == CUT_KIND else [(sum(own), whole)]

@@ -142,6 +142,8 @@ def drawn(seed: int, world: int, *, model: str = "", compiled: float = 0.0, shar
     beside = shards > 1 and apart.random() < 0.9  # with what runs together, as far as that is known
     cut = draw.random() < 0.3 and model not in REAL_WHOLE and not beside
     model = model or (apart.choice(SHARDED[shards]) if beside else _model(draw, cut=cut))
+    if beside:
+        cut = model in (*CAUSAL, *REAL) and model not in REAL_WHOLE and apart.random() < 0.4
     coupled = model in COUPLED + REAL_COUPLED
     counts = _counts(draw, world // shards)
     micros = draw.randint(1, 5)
@@ -162,6 +164,8 @@ def drawn(seed: int, world: int, *, model: str = "", compiled: float = 0.0, shar
     if not coupled and draw.random() < 0.3:
         rows = (*rows[:-1], draw.randint(1, 3))  # fewer rows than replicas, or than micro-batches
     if beside:
+        if cut and apart.random() < 0.5:  # else ranks seldom have equal parts of all slices
+            setup = replace(setup, slices=(4, tokens_of(model) - 4))
         alone = {"zero": 0, "policies": (), "synced": False, "backend": "eager", "frozen": 0}
         setup = replace(setup, **alone, masters=False, dtype="float32" if setup.masters else setup.dtype)
     return replace(setup, rows=rows)

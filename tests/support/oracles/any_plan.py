@@ -38,6 +38,7 @@ REFUSALS = (
     "tensor_parallel does not run with",
     "nothing in the model can be divided among",
     "equal parts: it sums over",
+    "tokens cannot be divided among",
 )
 """Reasons for which a drawn setup may be refused; any other is a failure."""
 

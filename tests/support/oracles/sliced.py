@@ -85,10 +85,18 @@ def run_sliced(
     assert isinstance(recipe, Recipe), recipe
     assert checks_hold(found, inputs)
     params = {n: t.detach().clone().requires_grad_(t.requires_grad) for n, t in captured.tensors.items()}
-    codes, (output,) = sliced_stages(captured, recipe, lengths, cut_at), captured.graph.outputs
-    runners = [_runner(code, params, captured.graph) for code in codes]
+    return play_sliced(captured.graph, sliced_stages(captured, recipe, lengths, cut_at), params, inputs)
+
+
+def play_sliced(
+    graph: Graph, codes: Sequence[StageSlices], params: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return loss and gradients of a micro-batch, with slices forward through this code of stages and then backward."""
+    (output,) = graph.outputs
+    runners = [_runner(code, params, graph) for code in codes]
     window, loss, full = Window(0, 1, 1), torch.zeros((), dtype=torch.float64), dict(inputs)
-    for number in range(len(lengths)):
+    count = len(codes[0][1])
+    for number in range(count):
         sent: dict[str, torch.Tensor] = {}
         for place, ((_, slices), runner) in enumerate(zip(codes, runners, strict=True)):
             given = {name: sent[name] for name in slices[number].inputs if name in sent}
@@ -96,7 +104,7 @@ def run_sliced(
             sent.update(runner.forward(Slot(place, 0, number), window, values, current_key()[:2], train=True))
         loss += sent[output].detach().double()
         last = sent[output]
-    for number in reversed(range(len(lengths))):
+    for number in reversed(range(count)):
         grads = {output: torch.ones_like(last)}
         for place, runner in reversed(list(enumerate(runners))):
             for name, grad in runner.backward(Slot(place, 0, number), grads).items():
@@ -112,8 +120,14 @@ def _runner(code: StageSlices, params: Mapping[str, torch.Tensor], graph: Graph)
 
 
 def sliced_stages(
-    captured: Captured, recipe: Recipe, lengths: Sequence[int], cut_at: Sequence[int]
+    captured: Captured,
+    recipe: Recipe,
+    lengths: Sequence[int],
+    cut_at: Sequence[int],
+    shard: Any = None,
+    again: float = 0.0,
 ) -> list[StageSlices]:
+    """Return the code of stages.  shard: as for `slice_stage`.  again: the part of each stage's ops that run again."""
     ops, ends = captured.graph.ops, [0, *cut_at, len(captured.graph.ops)]
     stages = []
     for place, end in enumerate(ends[1:]):
@@ -121,9 +135,10 @@ def sliced_stages(
         written = {name for op in inside for name in op.writes}
         later = {read for op in ops[end:] for read in op.reads if op.name in recipe.ops}
         outputs = [v.name for v in captured.graph.values if v.name in written & (later | {captured.graph.outputs[0]})]
-        stages.append(
-            slice_stage(captured, recipe, Stage(tuple(op.name for op in inside), (0,)), outputs, lengths, CPU)
-        )
+        names = tuple([op.name for op in inside])
+        group = names[: round(again * len(names))]
+        stage = Stage(names, (0,), (group,) if group else ())
+        stages.append(slice_stage(captured, recipe, stage, outputs, lengths, CPU, shard=shard))
     return stages
 
 

@@ -1,0 +1,152 @@
+"""The code of slices that the ranks of a shard group run gives the loss and every gradient of the whole program."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.extending.shards_in_process import captured_at, drawn, sliced_errors
+from support.models.tokens import token_models as small
+from support.models.tokens.causal_zoo import CAUSAL
+from support.models.tokens.decoder import Shape, decoder
+from support.models.tokens.unusual_token_models import EXACT as UNUSUAL
+from support.models.zoo import CASES
+from torch import nn
+
+from autopart.batch.batch import flatten
+from autopart.capture import CaptureCache
+from autopart.ir.errors import RefusedError
+from autopart.ir.graph import Size
+from autopart.passes.shards.choice import choose
+from autopart.passes.shards.states import CUT_KIND
+from autopart.passes.tokens.recipe import Recipe
+from autopart.planning.derive.sliced_shards import kept_state, sliced_choice, sliced_problem, why_not
+from autopart.planning.derive.token_axis import token_recipe
+
+EXACT = 1e-10
+EVEN, ODD = (8, 2, 6), (7, 5, 3, 1)
+SHORT = (6, 4, 2), (5, 4, 3)
+FAST = ("llama_tied", "tril_softmax", "causal_convolution", "running_mean", "shift_by_cat", "packed", "two_terms")
+"""What runs by default."""
+MODELS = (
+    "llama_tied", "gpt2_eager", "llama", "qwen3", "gpt2", "gpt_neox", "opt", "gemma2", "mistral", "falcon", "phi",
+    "bloom", "gpt_neo", "llama_packed", "mixtral",
+)  # fmt: skip
+SMALL = {
+    **{name: (mixer, "", None) for name, mixer in {**small.CAUSAL, **UNUSUAL}.items()},
+    "with_padding": (small.with_padding, "padding", None),
+    "packed": (small.packed, "documents", None),
+    **{name: (small.tril_softmax, "", loss) for name, loss in small.LOSSES.items()},
+}
+"""Mixers of tokens and losses: what looks back, the mask of the batch, and the loss."""
+
+
+def case_of(name: str) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    case = (CASES | CAUSAL)[name]
+    return case.model(dtype=torch.float64), case.data(2, torch.float64)
+
+
+def sliced_case(model: nn.Module, sample: Any, rows: int = 2) -> tuple[Any, Any, Recipe]:
+    captured, inputs = captured_at(model, sample, rows)
+    recipe = token_recipe(CaptureCache(model), flatten(sample), Size(rows))
+    assert isinstance(recipe, Recipe), recipe
+    return captured, inputs, recipe
+
+
+def cuts_tokens(captured: Any, found: Any, recipe: Recipe) -> bool:
+    """Return whether a value is cut along its tokens."""
+    forms = {name: form.queries for name, form in recipe.forms.items() if form.queries is not None}
+    return any(found.states[n].kind == CUT_KIND and found.states[n].axis == at.axis for n, at in forms.items())
+
+
+@pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in MODELS])
+def test_models_are_exact_in_slices_with_and_without_cut_tokens(name: str) -> None:
+    captured, inputs, recipe = sliced_case(*case_of(name))
+    half = len(captured.graph.ops) // 2
+    for shards in (2,) if name in FAST else (2, 4):
+        for lengths in (EVEN, ODD) if name in FAST else (EVEN, ODD, (4, 12)):
+            try:
+                found = sliced_choice(captured.graph, shards, None, recipe, lengths)
+            except RefusedError as refusal:
+                assert shards == 4 and "equal parts" in refusal.what
+                continue
+            even = all(length % shards == 0 for length in lengths)
+            assert cuts_tokens(captured, found, recipe) == even
+            assert sliced_errors(captured, inputs, found, recipe, lengths, (half,), again=0.7 * even) < EXACT
+
+
+@pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in SMALL])
+def test_what_looks_back_is_exact_or_refused_by_name(name: str) -> None:
+    captured, inputs, recipe = small_case(name)
+    for lengths in SHORT:
+        try:
+            found = sliced_choice(captured.graph, 2, None, recipe, lengths)
+        except RefusedError as refusal:
+            assert "nothing in the model can be divided" in refusal.what or "cannot be divided among" in refusal.what
+            continue
+        assert sliced_errors(captured, inputs, found, recipe, lengths) < EXACT
+
+
+def small_case(name: str) -> tuple[Any, Any, Recipe]:
+    mixer, mask, loss = SMALL[name]
+    return sliced_case(small.Model(mixer, 2, loss).double(), small.token_batch(mask=mask))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_models_are_exact_in_slices_under_any_legal_assignment(name: str) -> None:
+    captured, inputs, recipe = sliced_case(*case_of(name))
+    check_drawn(captured, inputs, recipe, (EVEN, ODD), 60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALL)
+def test_small_models_are_exact_in_slices_under_any_legal_assignment(name: str) -> None:
+    captured, inputs, recipe = small_case(name)
+    check_drawn(captured, inputs, recipe, SHORT, 40)
+
+
+def check_drawn(captured: Any, inputs: Any, recipe: Recipe, lengths: tuple[tuple[int, ...], ...], count: int) -> None:
+    for seed in range(count):
+        found, own = drawn_for(captured, recipe, lengths[seed % 2], seed), lengths[seed % 2]
+        assert sliced_problem(captured.graph, found, recipe, own) is None
+        assert sliced_errors(captured, inputs, found, recipe, own, again=(seed % 3) / 2) < EXACT, (seed, own)
+
+
+def drawn_for(captured: Any, recipe: Recipe, lengths: tuple[int, ...], seed: int) -> Any:
+    """Return a random assignment of those that slices of these lengths allow."""
+    return drawn(captured.graph, 2, seed, lambda call, way: not [*why_not(call, way, recipe, lengths, 2)])
+
+
+def test_dropout_draws_what_one_process_draws() -> None:
+    case = decoder(Shape(dropout=0.2, written_out=True, merged=True))
+    captured, inputs, recipe = sliced_case(case.model(dtype=torch.float64), case.data(2, torch.float64))
+    for lengths, again in ((EVEN, 1.0), (ODD, 0.0)):
+        found = sliced_choice(captured.graph, 2, None, recipe, lengths)
+        assert sliced_errors(captured, inputs, found, recipe, lengths, again=again) < EXACT
+
+
+def is_wrong(*given: Any) -> bool:
+    try:
+        return sliced_errors(*given) > EXACT
+    except (RuntimeError, ValueError):
+        return True
+
+
+def test_without_its_guards_a_slice_is_wrong() -> None:
+    captured, inputs, recipe = small_case("tril_softmax")
+    found = choose(captured.graph, 2)
+    even, odd = SHORT
+    problem = sliced_problem(captured.graph, found, recipe, odd)
+    assert problem is not None and "cannot divide equally" in problem[1]
+    assert is_wrong(captured, inputs, found, recipe, odd)
+    for seed in range(40):  # until something is held with a part of its tokens, and kept with all of them
+        found = drawn_for(captured, recipe, even, seed)
+        kept = [n for n in recipe.forms if kept_state(found, recipe, n) != found.states[n]]
+        if kept:
+            assert not is_wrong(captured, inputs, found, recipe, even)
+            break
+    else:
+        pytest.fail("nothing is kept in another state")

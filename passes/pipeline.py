@@ -189,7 +189,7 @@ def _spaces(source: PlannerInput, fine: Graph, estimator: Estimator, request: Pl
     """
     together = [path for paths in request.keep_together() for path in paths]
     check_own_ops(source.graph, fine, [*request.cuts, *together])
-    most_blocks = max(MOST_BLOCKS, request.stages or 0, min(estimator.cluster.world, LARGEST))
+    most_blocks = max(MOST_BLOCKS, request.stages or 0, min(estimator.cluster.world * request.shards, LARGEST))
     many = check_graph(blocks_of(fine, request, most_blocks))
     chain = BlockChain(many, source.graph, source.cost_model)
     whole = SearchSpace(chain, estimator.over(chain), request, fine, forced_bounds(many, fine, request.cuts))

@@ -62,6 +62,9 @@ def plan_to_json(plan: Plan) -> str:
     for stage in document["decision"]["stages"]:
         if stage["shards"] == 1:
             del stage["shards"]
+    for estimate in document["outlook"]["estimates"]:
+        if estimate["hidden_ns"] == 0:
+            del estimate["hidden_ns"]
     try:
         text = json.dumps(document, indent=2, allow_nan=False)
     except ValueError as error:

@@ -43,6 +43,7 @@ class Cost:
     flops: floating point operations of the forward.  tail_ns: nanoseconds at the end of the forward of a block of ops
     whose results its backward does not need; 0 for a single op.  weight_ns: the part of bwd_ns that only makes
     gradients of weights, and can wait.  weight_bytes: bytes kept until it runs, where the backward has two parts.
+    hidden_ns: of exchanges that run beside it, by which the rest of the backward is then longer.
     """
 
     fwd_ns: int = 0
@@ -53,6 +54,7 @@ class Cost:
     tail_ns: int = 0
     weight_ns: int = 0
     weight_bytes: int = 0
+    hidden_ns: int = 0
 
     def __add__(self, other: Cost) -> Cost:
         """Return the cost of running both, one after the other."""
@@ -65,6 +67,7 @@ class Cost:
             other.tail_ns,
             self.weight_ns + other.weight_ns,
             self.weight_bytes + other.weight_bytes,
+            self.hidden_ns + other.hidden_ns,
         )
 
     @property
@@ -95,7 +98,7 @@ class Param:
 
     name: its fully qualified name (FQN) in the model.  kind: "param", "buffer" or "constant".  same_as: the name that
     owns the storage, if this one is tied to it.  copy_bytes: bytes of copies in other dtypes that autocast reads and
-    that are held during a step.
+    that are held during a step.  once_ns: once a step, to sum its gradient over ranks that hold pieces of others.
     """
 
     name: str
@@ -106,6 +109,7 @@ class Param:
     kind: str = "param"
     same_as: str | None = None
     copy_bytes: int = 0
+    once_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,29 +238,18 @@ class Graph:
 
     def shape_digest(self) -> str:
         """Return a fingerprint of all but costs and source lines: equal for the same model at the same shapes."""
-        return _digest(
-            [
-                self.rows if self.size.tokens is None else (self.rows, self.size.tokens),
-                [(v.name, v.shape, v.dtype, v.grad) for v in self.values],
-                [(p.name, p.shape, p.dtype, p.trainable, p.kind, p.same_as) for p in self.params],
-                [(o.name, o.target, o.reads, o.writes, o.params, o.attrs) for o in self.ops],
-                self.inputs,
-                self.outputs,
-                self.updates,
-            ]
-        )
+        size = self.rows if self.size.tokens is None else (self.rows, self.size.tokens)
+        values = [(v.name, v.shape, v.dtype, v.grad) for v in self.values]
+        ops = [(o.name, o.target, o.reads, o.writes, o.params, o.attrs) for o in self.ops]
+        return _digest([size, values, self._params(), ops, self.inputs, self.outputs, self.updates])
 
     def structure_digest(self) -> str:
         """Return a fingerprint of names and connections: equal for the same model at any number of rows."""
-        return _digest(
-            [
-                [(p.name, p.shape, p.dtype, p.trainable, p.kind, p.same_as) for p in self.params],
-                [(o.name, o.target, o.reads, o.writes, o.params) for o in self.ops],
-                self.inputs,
-                self.outputs,
-                self.updates,
-            ]
-        )
+        ops = [(o.name, o.target, o.reads, o.writes, o.params) for o in self.ops]
+        return _digest([self._params(), ops, self.inputs, self.outputs, self.updates])
+
+    def _params(self) -> list[tuple[object, ...]]:
+        return [(p.name, p.shape, p.dtype, p.trainable, p.kind, p.same_as) for p in self.params]
 
 
 def _digest(content: object) -> str:

@@ -52,7 +52,7 @@ class Estimate:
     way, and sums of gradients over replicas.  in_bytes, out_bytes: received and sent by the whole stage in one forward.
     reduce_ns: sum of gradients over the replicas.  optimizer_ns: the optimizer step.  peak_bytes: the most memory that
     is needed at once by this stage.  weight_ns: the part of bwd_ns that W takes where the backward has two parts.
-    weight_bytes: kept from I to W, for each micro-batch.
+    weight_bytes: kept from I to W, for each micro-batch.  hidden_ns: what I takes besides bwd_ns less weight_ns.
     """
 
     fwd_ns: int
@@ -73,6 +73,7 @@ class Estimate:
     optimizer_ns: int = 0
     weight_ns: int = 0
     weight_bytes: int = 0
+    hidden_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -367,7 +367,7 @@ def _fingerprint(graph: Graph) -> str:
     """Return a digest of the graph with everything that `shape_digest` leaves out but the planner reads."""
     ops = [(op.module, op.random, op.parts, astuple(op.cost)) for op in graph.ops]
     values = [(v.size_bytes, v.rows_axis) for v in graph.values]
-    rest = json.dumps([ops, values, [p.size_bytes for p in graph.params]], separators=(",", ":"))
+    rest = json.dumps([ops, values, [(p.size_bytes, p.once_ns) for p in graph.params]], separators=(",", ":"))
     return f"{graph.shape_digest()} {hashlib.sha256(rest.encode()).hexdigest()}"
 
 

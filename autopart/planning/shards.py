@@ -40,28 +40,21 @@ def _refusals(graph: Graph, options: Options, plan: Plan | None) -> Iterator[tup
     """Yield (what, what to do)."""
     given = (
         (options.replica_policy == "turn", "replicas in turn", 'use replica_policy="split"'),
-        (options.zero == 1, "shared optimizer state", "use zero=0"),
         (options.backend != "eager", "compiled stages", 'use backend="eager"'),
-        (options.master_weights, "master weights", "use master_weights=False"),
         (options.weights is not None, "weights=", "build the model with values"),
         (options.schedule != "auto" and not find(options.schedule).synchronous, options.schedule, 'use "1f1b"'),
     )
     yield from ((what, fix) for present, what, fix in given if present)
-    several = options.replicas not in (None, 1) or (plan is not None and any(s.replicas > 1 for s in plan.stages))
     for op in graph.ops:
         if "batch_norm" in op.target and ("training", True) in op.attrs:
             yield f"batch statistics (module {op.module} at {op.where})", "put the norm into eval mode"
-        if op.random and (several or op_name(op.target) not in (*DROPOUTS, ATTENTION)):
-            both = " and replicas" if several else ""
-            yield f"random numbers{both} (module {op.module} at {op.where})", "set the p of dropout to 0"
+        if op.random and op_name(op.target) not in (*DROPOUTS, ATTENTION):
+            yield f"random numbers (module {op.module} at {op.where})", "set the p of dropout to 0"
     if graph.before:
         yield "a plan that begins behind frozen layers", "train all layers"
     if plan is not None:
         decision = plan.decision
-        planned = (
-            (decision.zero == 1, "shared optimizer state", "plan with zero=0"),
-            (not find(decision.schedule).synchronous, f"schedule {decision.schedule}", 'plan with "1f1b"'),
-        )
+        planned = ((not find(decision.schedule).synchronous, f"schedule {decision.schedule}", 'plan with "1f1b"'),)
         yield from ((what, fix) for present, what, fix in planned if present)
 
 
@@ -105,7 +98,9 @@ def fastest(
         for n, plan in plans
         if plan is not best
     ]
-    return replace(best, outlook=replace(best.outlook, alternatives=(*best.outlook.alternatives, *slower)))
+    outlook = replace(best.outlook, alternatives=(*best.outlook.alternatives, *slower))
+    bounds = [plan.outlook.optimality.lower_bound for _, plan in plans if plan.outlook.optimality is not None]
+    return replace(best, outlook=outlook.with_bound(min(bounds)) if bounds else outlook)
 
 
 def ways_to_divide(
@@ -135,9 +130,9 @@ def for_groups(
     asked: PlannerInput, twin: Graph | None, cluster: Cluster, request: PlanRequest, assignment: Assignment
 ) -> tuple[PlannerInput, Graph | None, Cluster, PlanRequest]:
     """Return what to plan for the groups of ranks that compute together."""
-    groups = grouped(cluster, assignment.shards)
+    groups, shards = grouped(cluster, assignment.shards), assignment.shards
     costs = GroupCosts(asked.cost_model, asked.graph, assignment, cluster)
-    request = replace(request, zero=0, replicas=1 if any(op.random for op in asked.graph.ops) else request.replicas)
+    request = replace(request, shards=shards)
     asked = replace(asked, graph=costs.graph(asked.graph.size, 0), cost_model=costs, exchange_ns=costs.exchange_ns())
     return asked, twin, groups, request
 
@@ -145,7 +140,9 @@ def for_groups(
 def for_ranks(plan: Plan, graph: Graph, shards: int) -> Plan:
     """Return a plan for groups as one for their ranks.  graph: that all of them compute."""
     made_for = replace(plan.provenance, graph_digest=graph.shape_digest(), structure_digest=graph.structure_digest())
-    found = replace(plan, provenance=made_for, decision=spelled_out(plan.decision, shards))
+    spans = [line.removeprefix("rank ").partition(":") for line in plan.outlook.spans]
+    outlook = replace(plan.outlook, spans=tuple([f"rank {int(rank) * shards}:{rest}" for rank, _, rest in spans]))
+    found = replace(plan, provenance=made_for, decision=spelled_out(plan.decision, shards), outlook=outlook)
     return found.with_notes(*_notes(graph, shards))
 
 

@@ -109,13 +109,13 @@ def _row(answer: Answer, column: str) -> dict[str, str]:
 
 
 def _shape(plan: Plan) -> str:
-    """Return stages, replicas, micro-batches and schedule in a few words."""
+    """Return stages, replicas, the ranks of each of them, micro-batches and schedule in a few words."""
     widths = sorted({stage.replicas for stage in plan.stages})
     replicas = str(widths[0]) if len(widths) == 1 else f"{widths[0]}-{widths[-1]}"
-    stages, micros = len(plan.stages), len(plan.micro_rows)
-    return (
-        f"{stages} stage{'s' * (stages > 1)} x {replicas}, {micros} micro-batch{'es' * (micros > 1)}, {plan.schedule}"
-    )
+    stages, micros, shards = len(plan.stages), len(plan.micro_rows), plan.decision.shards
+    groups = f" x {shards} (tensor parallel)" if shards > 1 else ""
+    many = f"{stages} stage{'s' * (stages > 1)} x {replicas}{groups}"
+    return f"{many}, {micros} micro-batch{'es' * (micros > 1)}, {plan.schedule}"
 
 
 def _facts(answer: Answer) -> dict[str, object]:
@@ -129,6 +129,7 @@ def _facts(answer: Answer) -> dict[str, object]:
         "bubble": plan.outlook.bubble,
         "stages": len(plan.stages),
         "replicas": [stage.replicas for stage in plan.stages],
+        "tensor_parallel": plan.decision.shards,
         "micro_batches": len(plan.micro_rows),
         "schedule": plan.schedule,
     }  # fmt: skip

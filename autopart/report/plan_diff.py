@@ -47,6 +47,8 @@ def _decided(a: Decision, b: Decision) -> Iterator[str]:
         old, new = getattr(a, name), getattr(b, name)
         if old != new:
             yield f"{name}: {old} -> {new}"
+    if a.shards != b.shards:
+        yield f"tensor_parallel: {a.shards} -> {b.shards}"
     if a.order != b.order:
         yield "the order of the computes differs"
     if a.micro_rows != b.micro_rows:
@@ -57,7 +59,9 @@ def _decided(a: Decision, b: Decision) -> Iterator[str]:
         if old.ranks != new.ranks:
             yield f"stage {s} ranks: {list(old.ranks)} -> {list(new.ranks)}"
         if old.division != new.division and len(old.ranks) == len(new.ranks):
-            yield f"stage {s} replicas: {_division(old)} -> {_division(new)}"
+            alike = old.replicas == new.replicas
+            before, after = (_division(old), _division(new)) if alike else (old.replicas, new.replicas)
+            yield f"stage {s} replicas: {before} -> {after}"
         if old.recompute != new.recompute:
             yield f"stage {s} recomputed ops: {sum(map(len, old.recompute))} -> {sum(map(len, new.recompute))}"
         if old.forward_only != new.forward_only:

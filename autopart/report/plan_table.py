@@ -45,6 +45,7 @@ def stage_table(plan: Plan, graph: Graph | None = None, *, width: int | None = N
     if plan.estimates:
         mosts = [stage.division.most for stage in plan.stages]
         flops = sum(e.flops * whole // mine for e, (mine, whole) in zip(plan.estimates, mosts, strict=True))
+        flops *= plan.decision.shards
         total["GFLOP"] = f"{flops / 1e9:.2f}"  # of all devices
         total["fwd ms"] = _ms(sum(e.fwd_ns for e in plan.estimates))
         total["bwd ms"] = _ms(sum(e.bwd_ns for e in plan.estimates))
@@ -90,6 +91,7 @@ def plan_facts(plan: Plan, graph: Graph | None = None) -> dict[str, object]:
         "world": plan.decision.world,
         "zero": plan.decision.zero,
         "copies": plan.decision.copies,
+        "tensor_parallel": plan.decision.shards,
         "stages": [_stage(plan, s, graph) for s in range(len(plan.stages))],
         "step_ns": plan.step_ns,
         "bubble": plan.outlook.bubble,
@@ -162,7 +164,7 @@ def _word_columns(header: Sequence[str]) -> list[int]:
 def _stage_row(plan: Plan, s: int, modules: Sequence[Sequence[str]], graph: Graph | None) -> dict[str, str]:
     """Return the cells of one stage, by column."""
     stage = plan.stages[s]
-    row = {"stage": str(s), "ranks": rank_spans(stage.ranks) + _divided(stage)}
+    row = {"stage": str(s), "ranks": rank_spans(stage.ranks) + divided(stage)}
     if any(modules):
         row["modules"] = module_range(modules[s])
     row["ops"] = str(len(stage.ops))
@@ -177,14 +179,16 @@ def _stage_row(plan: Plan, s: int, modules: Sequence[Sequence[str]], graph: Grap
     return row
 
 
-def _divided(stage: Stage) -> str:
-    """Describe how the replicas of a stage divide micro-batches, if not in equal shares."""
-    divided = stage.division
-    if divided.in_turn:
+def divided(stage: Stage) -> str:
+    """Describe which ranks compute together, or how replicas divide micro-batches, if not in equal shares."""
+    division = stage.division
+    if stage.shards > 1 and stage.replicas > 1:
+        return f" in groups of {stage.shards}"
+    if division.in_turn:
         return " in turn"
-    if max(divided.shares) == 1:
+    if max(division.shares) == 1:
         return ""
-    shares = ":".join(map(str, divided.shares))
+    shares = ":".join(map(str, division.shares))
     return f" shares {shortened(shares, 40)}"
 
 

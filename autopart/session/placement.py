@@ -32,9 +32,9 @@ class Placement:
 
     holders: ranks that hold it, ascending.  keepers: those that keep its gradient and optimizer state: all holders, or
     with zero=1 one of each stage.  owners: the rank whose value counts: of the first stage that uses a parameter, or of
-    the stage that updates a buffer.  cuts: the pieces of each tensor that no rank holds whole.  sharing: how the
-    replicas of each stage share the optimizer state.  tied: the stages of each trainable parameter that several stages
-    hold.
+    the stage that updates a buffer.  cuts: the pieces of each tensor that no rank holds whole.  sharing: how ranks
+    that hold the same share the optimizer state, in the order of stages; of each, whole tensors first.  tied: the
+    stages of each trainable parameter that several stages hold.
     """
 
     holders: Ranks = field(default_factory=dict)
@@ -105,15 +105,15 @@ def placement_of(graph: Graph, decision: Decision, divided: Held | None = None) 
     keepers: dict[Piece, set[int]] = {}
     owners: dict[Piece, int] = {}
     cuts: dict[str, tuple[Piece, ...]] = {}
-    sharing = []
+    sharing: list[Sharing] = []
     unused = homes(decision, graph)
     for number, stage in enumerate(decision.stages):
         used = dict.fromkeys(name for op in stage.ops for name in ops[op].params if name not in constants)
         used.update(dict.fromkeys(name for name, home in unused.items() if home == number))
         parts = _parts_of(graph, stage, used, divided)
-        shared = [name for name in used if name in trained and name not in parts]
+        shared = {name: parts.get(name, (whole(name),)) for name in used if name in trained}
         dealt = _dealt(stage, shared, trained, keepers) if decision.zero else {}
-        sharing.append(Sharing(stage.ranks, dealt, decision.bucket_bytes))
+        sharing += _shared(number, stage, dealt, decision.bucket_bytes)
         for name in used:
             pieces = parts.get(name, (whole(name),))
             several = len(pieces) > 1 and pieces[0] in holders and decision.shards == 1
@@ -121,7 +121,7 @@ def placement_of(graph: Graph, decision: Decision, divided: Held | None = None) 
                 raise PlanError(f"{name} is cut into pieces, and several stages use it", fix="put them into one stage")
             holding = [stage.ranks[place :: len(pieces)] for place in range(len(pieces))]
             for piece, ranks in zip(pieces, holding, strict=True):
-                keeping = (dealt[name],) if name in dealt else ranks
+                keeping = (dealt[piece],) if piece in dealt else ranks
                 owners.setdefault(piece, keeping[0])
                 holders.setdefault(piece, set()).update(ranks)
                 keepers.setdefault(piece, set()).update(keeping)
@@ -170,17 +170,45 @@ def _check_shared(graph: Graph, decision: Decision) -> None:
 
 
 def _dealt(
-    stage: Stage, names: Sequence[str], sizes: Mapping[str, int], keepers: Mapping[Piece, Collection[int]]
-) -> dict[str, int]:
-    """Return the rank of a stage that keeps the optimizer state of each parameter; empty without replicas.
+    stage: Stage,
+    pieces: Mapping[str, Sequence[Piece]],
+    sizes: Mapping[str, int],
+    keepers: Mapping[Piece, Collection[int]],
+) -> dict[Piece, int]:
+    """Return the rank of a stage that keeps the optimizer state of each piece; empty without replicas.
 
-    keepers: of earlier stages.  One that runs this stage too keeps the parameter here as well: a rank holds it once.
+    Parameters are dealt to replicas by what one of their ranks holds (`owners_of`).  Each rank of that replica keeps
+    its piece of one that is cut, and one of them the whole ones: so none keeps more than `largest_share`.  sizes: of
+    whole parameters, in bytes.  keepers: of earlier stages.  One that runs this stage too keeps the parameter here as
+    well: a rank holds it once.
     """
-    if len(stage.ranks) < 2:
+    if stage.replicas < 2:
         return {}
-    kept = {name: min(own) for name in names if (own := set(keepers.get(whole(name), ())).intersection(stage.ranks))}
-    fresh = owners_of({name: sizes[name] for name in names if name not in kept}, len(stage.ranks))
-    return {name: kept[name] if name in kept else stage.ranks[fresh[name]] for name in names}
+    mine = {name: own for name, own in pieces.items() if len(own) in (1, stage.shards)}  # others lie on one rank each
+    every = [piece for own in mine.values() for piece in own]
+    kept = {piece: min(own) for piece in every if (own := set(keepers.get(piece, ())).intersection(stage.ranks))}
+    held = {name: sizes[name] // len(own) for name, own in mine.items() if own[0] not in kept}
+    replica = owners_of(held, stage.replicas)
+    undivided: list[dict[str, int]] = [{} for _ in range(stage.replicas)]
+    for name, number in replica.items():
+        if mine[name][0].is_whole:
+            undivided[number][name] = held[name]
+    place = {name: at for own in undivided for name, at in owners_of(own, stage.shards).items()}
+
+    def rank(piece: Piece) -> int:
+        return stage.ranks[replica[piece.name] * stage.shards + place.get(piece.name, piece.index)]
+
+    return {piece: kept[piece] if piece in kept else rank(piece) for piece in every}
+
+
+def _shared(number: int, stage: Stage, dealt: Mapping[Piece, int], bucket_bytes: int) -> Iterator[Sharing]:
+    """Yield how the ranks of a stage share the optimizer state: of whole tensors all of them, of pieces those that hold
+    the same ones.  dealt: the owner of each piece, in the order in which the forward reads them."""
+    owners: dict[tuple[int, int], dict[str, int]] = {}
+    for piece, owner in dealt.items():
+        owners.setdefault((piece.parts, piece.index), {})[piece.name] = owner
+    for (parts, index), own in sorted(owners.items()):
+        yield Sharing(number, stage.ranks[index::parts], own, bucket_bytes, parts > 1)
 
 
 def relocate(world: World, old: Placement, new: Placement, before: LocalTensors, after: LocalTensors) -> None:

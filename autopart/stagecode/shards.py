@@ -21,6 +21,7 @@ from autopart.passes.shards.strategies import CLASSES, DRAWN, MEAN, ROWS, SECTIO
 from autopart.passes.tokens.recipe import LOSS, MADE, Recipe
 from autopart.passes.tokens.recipe import MEAN as MEAN_OF_ALL
 from autopart.planning.derive.sliced_shards import kept_state
+from autopart.rng import keyed_rows
 from autopart.runtime.stages.shard_group import ClassEntropy, Drawn, Exchange, Members, RowEntropy, Vocabulary
 from autopart.runtime.stages.slice_functions import counted, drawn, part_of
 from autopart.runtime.stages.stage_module import RecomputedGroup, StageModule, StateBuffer, of_whole_batch, weighed
@@ -263,11 +264,14 @@ class _Shards:
         order = sorted(range(ndim), key=lambda axis: -strides[axis])
         cut = (state.axis, state.before) if state.kind == CUT_KIND else None
         arguments: Any = node.args
-        places = ()
+        places, rows = (), None
         if node.target is drawn:
-            op, draw, _, (places,), _, *rest = arguments
+            op, draw, rows, (places,), _, *rest = arguments
             arguments = (op, draw, *rest)
-        self._become(node, Drawn(self._members, cut, order, places), arguments)
+        elif node.target is keyed_rows:
+            op, draw, given, made, size_at, *rest = arguments
+            arguments, rows = (op, draw, *rest), (given, made, size_at)
+        self._become(node, Drawn(self._members, cut, order, places, rows), arguments)
 
     def _become(self, node: fx.Node, module: nn.Module, arguments: Sequence[Any] | None = None) -> None:
         """Replace an op by a module that takes these arguments, by default its first two."""

@@ -103,7 +103,7 @@ def joined_pieces(session: Session, contents: Contents) -> Contents:
     told = world.gather_objects({key: (names[key], held[names[key]].shape == t.shape) for key, t in own.items()})
     routes: list[Moving] = []
     for key, name in sorted({(key, name) for each in told for key, (name, _) in each.items()}):
-        if sum(each.get(key, (name, False))[1] for each in told) < len(placement.pieces(name)):
+        if not all(told[placement.owners[piece]].get(key, (name, False))[1] for piece in placement.pieces(name)):
             raise world.known(CheckpointError(f"{key} cannot be saved", why=f"it is not cut like {name} on every rank"))
         for piece in placement.pieces(name):
             routes.append(((replace(piece, name=key), whole(key)), placement.owners[piece], writer[name]))

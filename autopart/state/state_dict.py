@@ -232,9 +232,10 @@ def _loaded(model: Trained, state: Mapping[str, Any], *, strict: bool) -> tuple[
 
 def take_masters(session: Session, masters: Mapping[str, torch.Tensor]) -> None:
     """Load master weights of a state that was loaded into the model before there was a session."""
+    tensors = session.tensors
     for name, master in masters.items():
-        if name in session.tensors.held:
-            session.tensors.masters.take_over(name, session.tensors.held[name], master)
+        if name in tensors.held:
+            tensors.masters.take_over(name, tensors.held[name], tensors.cut(name, master))
 
 
 def gather_gradients(session: Session) -> dict[str, torch.Tensor | None]:

@@ -1,9 +1,15 @@
 """Predicted and measured time and memory of a step.
 
-Two Gloo ranks, one thread each. The cluster is measured first (`autopart cluster detect`). Then each plan (model x
-schedule x cut x micro-batches) is compiled, simulated with measured costs as with `costs="measured"`, and run; medians
-count. The optimizer is left out of both. Memory: bytes of storage that autograd keeps or the rank received for the
-backward pass, without parameters, at the worst moment of a step, compared with live * activations of the estimate.
+Two Gloo ranks, one thread each, each on a core of its own. The cluster is measured first (`autopart cluster detect`).
+Then each plan (model x schedule x cut x micro-batches) is compiled, simulated with measured costs as with
+`costs="measured"`, and run. The optimizer is left out of both.
+
+The cores of a virtual machine are equal by name alone: one may run at 0.6 of the other's speed, and another one soon
+after. So every rank measures its own costs, all at once as in a step, and the simulator is told that the devices are
+unlike; steps are compared with the costs measured just before and after them.
+
+Memory: bytes of storage that autograd keeps or the rank received for the backward pass, without parameters, at the
+worst moment of a step, compared with the activations in flight of the estimate.
 
     python -m benchmarks.planning.prediction                 about 40 minutes on 2 cores; writes results/prediction.json
     python -m benchmarks.planning.prediction --models t5 lstm   some models
@@ -17,7 +23,7 @@ import statistics
 import tempfile
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
@@ -34,9 +40,11 @@ from autopart.extras.compiled.compiled_costs import compiled_costs
 from autopart.ir.actions import Slot
 from autopart.ir.cluster import DEVICE_KINDS
 from autopart.ir.graph import Graph, Size
+from autopart.ir.plan import Decision, Estimate
+from autopart.passes.ops.cost_model import CostModel
 from autopart.passes.simulation.estimate import stage_estimates, work_of
 from autopart.passes.simulation.simulate import step_ns
-from autopart.passes.simulation.stage_costs import Estimator
+from autopart.passes.simulation.stage_costs import Estimator, counts_for, most_bytes
 from autopart.runtime.stages.stage import StageRunner
 from benchmarks.shared.bench_models import MODELS
 from benchmarks.shared.common import spread, write
@@ -104,7 +112,7 @@ CASES = (
 )  # fmt: skip
 
 
-BLOCKS = 3
+BLOCKS = 5
 """Number of groups of steps. Costs are measured before and after each group."""
 
 
@@ -148,23 +156,29 @@ class _Kept:
 
 
 def measure(cluster: autopart.Cluster, rounds: int, names: list[str]) -> list[dict[str, Any]]:
-    """Run all cases on one rank.
-
-    Costs are measured before, between and after the steps, on both ranks at once as in a step, because the speed of the
-    machine drifts; the median of the predictions counts.
-    """
+    """Run all cases on one rank, on a core that no other rank has."""
     torch.set_num_threads(1)
+    stay_on_core(int(os.environ["RANK"]), cluster.world)
     return [measured(case, cluster, rounds) for case in CASES if case.model in names]
+
+
+def stay_on_core(rank: int, world: int) -> None:
+    """Keep this thread, and those that it starts, on one core, where there is one for each rank."""
+    if hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        if len(cores) >= world:
+            os.sched_setaffinity(0, {cores[rank]})
 
 
 def measured(case: Case, cluster: autopart.Cluster, rounds: int) -> dict[str, Any]:
     """Return the measured and the predicted time and memory of a case."""
     pipe, batch = compiled(case, cluster), MODELS[case.model].batch()
     held = held_bytes(pipe, batch)
-    seconds: list[float] = []
+    seconds: list[list[float]] = []
     forecasts: list[float] = [predicted(pipe, batch)]
     for _ in range(BLOCKS):
-        for number in range(1 + rounds // BLOCKS):
+        seconds.append([])
+        for number in range(1 + max(1, rounds // BLOCKS)):
             for parameter in pipe.parameters():
                 parameter.grad = None
             dist.barrier()
@@ -172,11 +186,11 @@ def measured(case: Case, cluster: autopart.Cluster, rounds: int) -> dict[str, An
             pipe.step(batch)
             dist.barrier()
             if number:
-                seconds.append(time.perf_counter() - began)
+                seconds[-1].append(time.perf_counter() - began)
         forecasts.append(predicted(pipe, batch))
     found = {
         "case": case, "seconds": seconds, "forecasts": forecasts, "held": held,
-        "estimated": estimated(pipe),
+        "estimated": estimated(pipe.plan.decision, pipe.plan.estimates, pipe.rank),
     }  # fmt: skip
     return found
 
@@ -193,34 +207,44 @@ def compiled(case: Case, cluster: autopart.Cluster) -> autopart.Pipe:
 
 @dataclass(frozen=True)
 class _Graphs:
-    """A cost model for given sizes on equal devices."""
+    """A cost model for given sizes on given types of devices."""
 
-    by_size: Mapping[Size, Graph]
+    by_size: Mapping[tuple[Size, int], Graph]
 
     def graph(self, size: Size, device_type: int) -> Graph:
-        return self.by_size[size]
+        return self.by_size[size, device_type]
 
 
 def predicted(pipe: autopart.Pipe, batch: Any) -> float:
-    """Return the seconds of the simulated step without the optimizer, from costs measured now at the rows of the
-    ranks.
+    """Return the seconds of the simulated step without the optimizer, from costs that all ranks measure now at the rows
+    that they have.
     """
     flat, rows = flatten(batch), max(pipe.plan.micro_rows)
-    dist.barrier()
-    graphs = {Size(rows): pipe.session.captures(flat, Size(rows)).graph}  # only shapes are used at whole micro-batches
-    with tempfile.TemporaryDirectory() as folder:
-        for own in sorted({-(-rows // len(stage.ranks)) for stage in pipe.plan.stages}):
-            captured = pipe.session.captures(flat, Size(own))
-            with mock.patch.dict(os.environ, AUTOPART_CACHE=folder):
-                source = compiled_costs if pipe.session.options.backend == "inductor" else measured_costs
-                found = source(captured, pipe.cluster.devices[0])
-            assert found.source != "analytic"
-            graphs[Size(own)] = found.graph
-    group_ns = DEVICE_KINDS["cpu"].group_ns
-    estimator = Estimator(pipe.cluster, _Graphs(graphs), overlap=True, group_ns=group_ns)  # as `compile` plans
+    source = compiled_costs if pipe.session.options.backend == "inductor" else measured_costs
+    graphs = {(Size(rows), 0): pipe.session.captures(flat, Size(rows)).graph}  # only shapes are used at whole rows
+    for own in sorted({-(-rows // len(stage.ranks)) for stage in pipe.plan.stages}):
+        captured = pipe.session.captures(flat, Size(own))
+        dist.barrier()  # all ranks measure at once
+        with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, AUTOPART_CACHE=folder):
+            found = source(captured, pipe.cluster.devices[0])
+        assert found.source != "analytic"
+        whole = CostModel(found.graph, None, pipe.cluster.devices[:1]).graph(Size(own), 0)  # tells what W takes
+        every: list[Any] = [None] * pipe.cluster.world
+        dist.all_gather_object(every, [op.cost for op in whole.ops])
+        for rank, costs in enumerate(every):
+            ops = (replace(op, cost=cost) for op, cost in zip(whole.ops, costs, strict=True))
+            graphs[Size(own), rank] = replace(whole, ops=tuple(ops))
     decision, links, tied = pipe.plan.decision, pipe.program.edges, pipe.program.tied
+    group_ns = DEVICE_KINDS["cpu"].group_ns
+    estimator = Estimator(unlike(pipe.cluster), _Graphs(graphs), overlap=True, group_ns=group_ns)  # else as `compile`
     work = work_of(decision, stage_estimates(decision, links, estimator), links, tied, estimator)
     return step_ns(pipe.program, replace(work, optimizer_ns=())) * 1e-9
+
+
+def unlike(cluster: autopart.Cluster) -> autopart.Cluster:
+    """Return the cluster with a type of device for each rank."""
+    devices = enumerate(cluster.devices)
+    return replace(cluster, devices=tuple(replace(device, name=f"rank {rank}") for rank, device in devices))
 
 
 def held_bytes(pipe: autopart.Pipe, batch: Any) -> int:
@@ -240,20 +264,32 @@ def held_bytes(pipe: autopart.Pipe, batch: Any) -> int:
     return held.most
 
 
-def estimated(pipe: autopart.Pipe) -> int:
-    """Return the estimate of `held_bytes`."""
-    stage = next(iter(pipe.plan.decision.stages_of_rank(pipe.rank)), None)
-    assert stage is not None
-    estimate = pipe.plan.estimates[stage]
-    return estimate.live * estimate.activation_bytes
+def estimated(decision: Decision, estimates: Sequence[Estimate], rank: int) -> int:
+    """Return the estimate of `held_bytes`: the most that all stages of a rank keep together.
+
+    What waits for W is left out, since autograd has released it by then.
+    """
+    own = tuple(sorted(decision.stages_of_rank(rank)))
+    counts = counts_for(decision) if len(own) > 1 else None
+    if counts is None:
+        return sum(estimates[s].live * estimates[s].activation_bytes for s in own)
+    return most_bytes(counts[own], [estimates[s].activation_bytes for s in own], [0] * len(own))
+
+
+def error_of(blocks: Sequence[Sequence[float]], forecasts: Sequence[float]) -> float:
+    """Return the relative error of predictions: the median over blocks of steps, each compared with the predictions
+    just before and after it, so that a machine that gets slower in between counts for both.
+    """
+    pairs = zip(blocks, forecasts, forecasts[1:], strict=False)
+    return statistics.median([(one + other) / 2 / statistics.median(block) - 1 for block, one, other in pairs])
 
 
 def report(ranks: list[list[dict[str, Any]]], cluster: autopart.Cluster) -> None:
     rows = []
     for both in zip(*ranks, strict=True):
-        took = spread(both[0]["seconds"])
+        took = spread([taken for block in both[0]["seconds"] for taken in block])
         predicted_s = statistics.median(both[0]["forecasts"])
-        error = predicted_s / took.median - 1
+        error = error_of(both[0]["seconds"], both[0]["forecasts"])
         memory = [entry["estimated"] / max(1, entry["held"]) - 1 for entry in both]
         rows.append(
             {

@@ -1,8 +1,8 @@
 """Processes with unequal shares of a core: a step as planned for them, and as planned for equal devices.
 
 Gloo ranks with 1 thread, each in a control group whose quota is its share of a core (`shared/quotas.py`): three with 1,
-1/2 and 1/4, four with 1, 2/5, 1/5 and 1/5.  Costs of ops are measured on rank 0, which has a whole core, by `compile`;
-the cluster says what share each rank has.  Rounds of the two plans alternate.  A step ends with SGD's.
+1/2 and 1/4, four with 1, 2/5, 1/5 and 1/5.  Costs of ops are measured once, in a process with a core for itself; the
+cluster says what share each rank has.  Rounds of the two plans alternate.  A step ends with SGD's.
 
     python -m benchmarks.planning.unequal_shares              five minutes on idle cores; writes unequal_shares.json
     python -m benchmarks.planning.unequal_shares --width 128 --rounds 1       small, writes nothing
@@ -23,12 +23,14 @@ from torch import nn
 
 import autopart
 from autopart.costs.detect import detect
-from autopart.ir.cluster import Device
+from autopart.ir.cluster import Cluster, Device
 from benchmarks.shared.common import ratio, spread, write
-from benchmarks.shared.quotas import enter, parts_of_cores, why_not
+from benchmarks.shared.quotas import enter, leave, parts_of_cores, why_not
 
 SHARES = ((1.0, 0.5, 0.25), (1.0, 0.4, 0.2, 0.2))
 LAYERS, ROWS, STEPS = 24, 512, 8
+OPTIONS: dict[str, Any] = {"loss_fn": nn.functional.mse_loss, "costs": "measured", "optimizer": "sgd"}
+Planned = tuple[Cluster, autopart.Plan]
 FASTER, WITHIN = 1.25, 0.10
 """What is asked: how many times as fast the step is as under the plan for equal devices, and the error of its time."""
 
@@ -44,35 +46,43 @@ def slower(device: Device, share: float) -> Device:
     )
 
 
-def measure(
-    folders: Sequence[Path], shares: Sequence[float], cluster: autopart.Cluster, width: int, rounds: int
-) -> dict[str, Any]:
-    """Return, on each rank, the seconds of steps under both plans and what was planned."""
-    torch.set_num_threads(1)
-    enter(folders[int(os.environ["RANK"])])
+def planned(model: nn.Module, batch: Any, device: Device, shares: Sequence[float]) -> dict[str, Planned]:
+    """Return the plan for devices with these shares of a core, and that for as many equal devices, with their cluster.
+
+    Costs of ops are measured here, in a process that has a core for itself.
+    """
+    link = detect(len(shares)).levels
+    kinds = tuple(slower(device, share) for share in shares)
+    clusters = {"planned": Cluster(kinds, link), "equal": Cluster((kinds[0],) * len(shares), link)}
+    return {name: (each, autopart.plan(model, each, sample=batch, **OPTIONS)) for name, each in clusters.items()}
+
+
+def built(width: int) -> tuple[nn.Module, Any]:
+    """Return the model and a batch."""
     torch.manual_seed(0)
     model = nn.Sequential(*(layer for _ in range(LAYERS) for layer in (nn.Linear(width, width), nn.ReLU())))
-    x, y = torch.randn(2, ROWS, width, generator=torch.Generator().manual_seed(0))
-    kinds = tuple(slower(cluster.devices[0], share) for share in shares)
-    equal = replace(cluster, devices=(kinds[0],) * len(shares))
-    clusters = {"planned": replace(cluster, devices=kinds), "equal": equal}
-    found: dict[str, Any] = {name: {"seconds": [], "plans": [], "predicted": []} for name in clusters}
+    return model, tuple(torch.randn(2, ROWS, width, generator=torch.Generator().manual_seed(0)))
+
+
+def measure(folders: Sequence[Path], plans: dict[str, Planned], width: int, rounds: int) -> dict[str, list[float]]:
+    """Return, on each rank, the seconds of steps under each plan, with this rank's share of a core."""
+    torch.set_num_threads(1)
+    seconds: dict[str, list[float]] = {name: [] for name in plans}
     for _ in range(rounds):
-        for name, each in clusters.items():
-            with autopart.compile(
-                model, each, sample=(x, y), loss_fn=nn.functional.mse_loss, costs="measured", optimizer="sgd"
-            ) as pipe:
+        for name, (cluster, plan) in plans.items():
+            model, batch = built(width)
+            with autopart.compile(model, cluster, sample=batch, plan=plan, loss_fn=OPTIONS["loss_fn"]) as pipe:
                 optimizer = torch.optim.SGD(pipe.parameters(), lr=1e-3)
-                found[name]["predicted"].append(pipe.plan.step_ns * 1e-9)
-                found[name]["plans"].append(_said(pipe.plan))
+                enter(folders[pipe.rank])
                 for number in range(STEPS):
                     began = time.perf_counter()
-                    pipe.step((x, y))
+                    pipe.step(batch)
                     optimizer.step()
                     optimizer.zero_grad()
                     if number > 1:
-                        found[name]["seconds"].append(time.perf_counter() - began)
-    return found
+                        seconds[name].append(time.perf_counter() - began)
+                leave()
+    return seconds
 
 
 def _said(plan: autopart.Plan) -> str:
@@ -80,23 +90,23 @@ def _said(plan: autopart.Plan) -> str:
     return f"{plan.decision.schedule}, {len(plan.micro_rows)} micro-batches, {', '.join(stages)}"
 
 
-def report(shares: Sequence[float], ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def report(
+    shares: Sequence[float], plans: dict[str, Planned], ranks: Sequence[dict[str, list[float]]]
+) -> dict[str, Any]:
     """Print and return what one set of shares took; the slowest rank counts for each step."""
-    took = {
-        name: [max(step) for step in zip(*(rank[name]["seconds"] for rank in ranks), strict=True)] for name in ranks[0]
-    }
+    took = {name: [max(step) for step in zip(*(rank[name] for rank in ranks), strict=True)] for name in plans}
     faster, step = ratio(took["equal"], took["planned"]), spread(took["planned"])
-    predicted = spread(ranks[0]["planned"]["predicted"]).median
+    predicted = plans["planned"][1].step_ns * 1e-9
     error = predicted / step.median - 1
     print(f"shares {shares}: planned {step}\n  for equal devices {spread(took['equal'])}")
     print(f"  {faster.median:.2f} times as fast [{faster.low:.2f}, {faster.high:.2f}], asked {FASTER}")
     print(f"  predicted {predicted:.4f} s, {error:+.1%}, asked within {WITHIN:.0%}")
-    for name in took:
-        print(f"  {name}: " + "\n    ".join(dict.fromkeys(ranks[0][name]["plans"])))
+    for name, (_, plan) in plans.items():
+        print(f"  {name}: {_said(plan)}")
     return {
         "shares": shares, "planned": asdict(step), "equal": asdict(spread(took["equal"])), "times as fast":
-        asdict(faster), "predicted": ranks[0]["planned"]["predicted"], "error": error,
-        "plans": {name: ranks[0][name]["plans"] for name in took},
+        asdict(faster), "predicted": predicted, "error": error,
+        "plans": {name: _said(plan) for name, (_, plan) in plans.items()},
     }  # fmt: skip
 
 
@@ -108,12 +118,13 @@ def main() -> None:
     if reason := why_not():
         raise SystemExit(reason)
     os.environ["OMP_NUM_THREADS"] = "1"
-    rows = []
+    torch.set_num_threads(1)
+    device, rows = detect(1).devices[0], []
     for shares in SHARES:
-        cluster, world = detect(len(shares)), f"cpu:{len(shares)}"
+        plans = planned(*built(given.width), device, shares)
         with parts_of_cores(shares) as folders:
-            ranks = autopart.launch(measure, world, folders, shares, cluster, given.width, given.rounds)
-        rows.append(report(shares, ranks))
+            ranks = autopart.launch(measure, f"cpu:{len(shares)}", folders, plans, given.width, given.rounds)
+        rows.append(report(shares, plans, ranks))
     claims = dict[str, bool]()
     for row in rows:
         what, faster, error = f"{len(row['shares'])} processes", row["times as fast"]["median"], row["error"]

@@ -2,7 +2,8 @@
 
 A decoder of wide layers and few tokens (`--width`, `--layers`, `--rows`, `--tokens`), AdamW, fp32; 4 Gloo ranks over
 loopback, one thread each.  Two stages of two ranks that compute together, four stages and four replicas, each with the
-cuts, micro-batches and schedule that the planner gives it; their steps alternate in one run.  Ratios are taken pair by
+cuts and the schedule that the planner gives it; their steps alternate in one run.  Stages get two micro-batches
+(`--micro-batches`): few for four of them, which is where ranks that compute together are for.  Ratios are taken pair by
 pair.
 
 How the simulator is told about the machine: on fewer than 4 cores a control group keeps each rank to its part of a core
@@ -52,7 +53,7 @@ TOGETHER = "2 stages of 2 ranks together"
 VARIANTS: dict[str, dict[str, Any]] = {
     TOGETHER: {"tensor_parallel": 2, "stages": 2, "replicas": 1},
     "4 stages": {"stages": 4, "replicas": 1},
-    "4 replicas": {"stages": 1, "replicas": 4},
+    "4 replicas": {"stages": 1, "replicas": 4, "micro_batches": 1},
 }
 NEAR = 0.03
 """Steps that are simulated nearer to each other than this have no order."""
@@ -111,9 +112,10 @@ def measure(
     batch = ids, ids.roll(-1, 1)
     model = partial(Decoder, sizes["width"], sizes["layers"], sizes["tokens"])
     common: dict[str, Any] = {
-        "sample": batch, "costs": "analytic", "optimizer": "adamw", "recompute": "off", "zero": 0, "transport": "gloo",
+        "micro_batches": sizes["micro_batches"], "sample": batch, "costs": "analytic", "optimizer": "adamw",
+        "recompute": "off", "zero": 0, "transport": "gloo",
     }  # fmt: skip
-    pipes = {n: autopart.compile(seeded(model, seed=0), cluster, **common, **own) for n, own in VARIANTS.items()}
+    pipes = {n: autopart.compile(seeded(model, seed=0), cluster, **{**common, **own}) for n, own in VARIANTS.items()}
     steps = {n: training_step(partial(pipe.step, *batch), pipe.parameters()) for n, pipe in pipes.items()}
     measured = alternate(steps, rounds, warmup)
     losses = {name: [float(loss) for loss in found] for name, found in measured.results.items()}
@@ -147,20 +149,22 @@ def counted(step: Callable[[], Any], pipe: autopart.Pipe) -> dict[str, int]:
 
 
 def exchanges_by_states(pipe: autopart.Pipe) -> int:
-    """Return how many exchanges the ranks of a group make for one micro-batch: one for each value that is read in
-    another state, and for its gradient, and those of the loss."""
+    """Return how many exchanges the ranks of all groups make for one micro-batch: one in each stage for each value that
+    is read in another state, and for its gradient, and those of the loss."""
     shards, graph = pipe.plan.decision.shards, pipe.session.graph
     if shards == 1:
         return 0
     assignment, values = choose(graph, shards), graph.value_map()
-    seen: set[tuple[str, State]] = set()
+    home = {op: number for number, stage in enumerate(pipe.plan.stages) for op in stage.ops}
+    seen: set[tuple[int, str, State]] = set()
     count = 0
     for call in calls_of(graph):
         reads = list(assignment.reads(call.op, call))
         reads += [(name, assignment.states[name], WHOLE) for name in call.op.writes if name in graph.outputs]
         for name, held, wanted in reads:
-            there, back = passes(held, wanted) if (name, wanted) not in seen else (0, 0)
-            seen.add((name, wanted))
+            key = home[call.op.name], name, wanted
+            there, back = passes(held, wanted) if key not in seen else (0, 0)
+            seen.add(key)
             count += (there > 0) + (back > 0 and (name not in values or values[name].grad))
         count += {CLASSES: 2, ROWS: 1}.get(assignment.strategies[call.op.name].how, 0)
     return shards * count
@@ -200,7 +204,8 @@ def report(found: dict[str, Any], cluster: autopart.Cluster, sizes: dict[str, in
         }  # fmt: skip
         print(
             f"  {name:30s} {spread(values)}  simulated {simulated[name]:.4f} s, {plan.schedule}, "
-            f"{len(plan.micro_rows)} micro-batches, {messages['messages']} messages, {messages['exchanges']} exchanges"
+            f"{len(plan.micro_rows)} micro-batches, {messages['messages']} messages, {messages['exchanges']} exchanges "
+            f"({messages['exchanges by states']} by states)"
         )
     order = sorted(simulated, key=lambda name: simulated[name])
     apart = [(a, b) for a, b in pairwise(order) if simulated[b] > (1 + NEAR) * simulated[a]]
@@ -231,12 +236,13 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--micro-batches", type=int, default=2)
     parser.add_argument("--dry", action="store_true", help="print alone, write no result")
     given = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     if share_of(RANKS) < 1 and (reason := why_not()):
         raise SystemExit(f"ranks would share cores, which a plan does not expect; {reason}")
-    sizes = {name: getattr(given, name) for name in ("width", "layers", "rows", "tokens")}
+    sizes = {name: getattr(given, name) for name in ("width", "layers", "rows", "tokens", "micro_batches")}
     with parts_of_cores([share_of(RANKS)] * RANKS) as folders:
         cluster = autopart.launch(cluster_of, f"cpu:{RANKS}", folders)[0]
         found = autopart.launch(measure, f"cpu:{RANKS}", folders, cluster, sizes, given.rounds, given.warmup)[0]

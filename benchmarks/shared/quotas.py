@@ -14,8 +14,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-PERIOD_US = 5000
-"""In each of which a rank computes for its part: a step is long beside it."""
+QUOTA_US = 1000
+"""For which a rank computes in each period: the least that Linux allows, since ranks that compute together wait for
+each other."""
 SPARE = 0.1
 """The part of the machine that is left to the system."""
 _VERSION_1, _VERSION_2 = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
@@ -35,7 +36,7 @@ def parts_of_cores(parts: Sequence[float]) -> Iterator[list[Path]]:
     try:
         for rank, part in enumerate(parts if min(parts) < 1 else ()):
             made.append(Path(tempfile.mkdtemp(prefix=f"autopart-{rank}-", dir=_root())))
-            _limit(made[-1], round(part * PERIOD_US))
+            _limit(made[-1], round(QUOTA_US / part))
         yield made
     finally:
         for folder in made:
@@ -46,17 +47,22 @@ def _root() -> Path:
     return _VERSION_1 if (_VERSION_1 / "cpu.cfs_quota_us").exists() else _VERSION_2
 
 
-def _limit(folder: Path, quota_us: int) -> None:
+def _limit(folder: Path, period_us: int) -> None:
     if (folder / "cpu.cfs_quota_us").exists():
-        (folder / "cpu.cfs_period_us").write_text(str(PERIOD_US))
-        (folder / "cpu.cfs_quota_us").write_text(str(quota_us))
+        (folder / "cpu.cfs_period_us").write_text(str(period_us))
+        (folder / "cpu.cfs_quota_us").write_text(str(QUOTA_US))
     else:
-        (folder / "cpu.max").write_text(f"{quota_us} {PERIOD_US}")
+        (folder / "cpu.max").write_text(f"{QUOTA_US} {period_us}")
 
 
 def enter(folder: Path) -> None:
     """Put this process, and all of its threads, into a control group."""
     (folder / "cgroup.procs").write_text(str(os.getpid()))
+
+
+def leave() -> None:
+    """Take this process, and all of its threads, out of its control group."""
+    enter(_root())
 
 
 def why_not() -> str:

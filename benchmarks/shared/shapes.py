@@ -68,9 +68,12 @@ def bert_loss(output: Any, target: Any) -> torch.Tensor:
     return words.mean() + functional.cross_entropy(output.seq_relationship_logits, target[1], reduction="none").mean()
 
 
-def gpt2(layers: int, hidden: int, heads: int, length: int = 1024, vocab: int = 50257) -> nn.Module:
+def gpt2(
+    layers: int, hidden: int, heads: int, length: int = 1024, vocab: int = 50257, dropout: float = 0.1
+) -> nn.Module:
     """Return GPT-2 (or GPT-3's shape) with its tied head."""
     config = transformers.GPT2Config(
+        resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
         n_embd=hidden, n_layer=layers, n_head=heads, n_positions=length, vocab_size=vocab, use_cache=False,
         bos_token_id=0, eos_token_id=0,
     )  # fmt: skip

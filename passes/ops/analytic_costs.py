@@ -206,6 +206,9 @@ def _hidden_bytes(op: Op, values: Mapping[str, Value], params: Mapping[str, Para
             reversed_input = 0.5 if attrs.get("bidirectional") else 0.0
             return int(out.size_bytes * (layers * (_STATES[cell] + reversed_input) + layers - 1))
         case "statistics":
+            groups = attrs.get("num_groups", attrs.get("group"))
+            if groups is not None:
+                return 2 * out.shape[0] * int(str(groups)) * 4
             return 2 * (math.prod(out.shape) // max(1, out.shape[-1])) * 4 if out.shape else 0
     return 0
 

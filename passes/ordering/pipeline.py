@@ -55,6 +55,8 @@ class Pipeline:
             )
         stages = range(shape.stages)
         weight_ns = work.weight_ns or (0,) * shape.stages
+        hidden_ns = work.hidden_ns or (0,) * shape.stages  # of a backward that is whole: it is hidden
+        bare_ns = [ns if weight else 0 for ns, weight in zip(hidden_ns, weight_ns, strict=True)]
         to = receivers(links)
 
         def way(which: str, stage: int) -> Way:
@@ -70,7 +72,7 @@ class Pipeline:
             shape.micros,
             homes,
             work.fwd_ns,
-            tuple([whole - own for whole, own in zip(work.bwd_ns, weight_ns, strict=True)]),
+            tuple([whole - own + bare for whole, own, bare in zip(work.bwd_ns, weight_ns, bare_ns, strict=True)]),
             weight_ns,
             work.held_bytes,
             tuple([work.weight_bytes[s] if work.weight_bytes and weight_ns[s] else 0 for s in stages]),

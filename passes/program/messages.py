@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from autopart.ir.actions import ALL, COLLECTIVE, COMPUTE, RECEIVE, REPLICAS, SEND, TIED, UPDATE, Action
+from autopart.ir.actions import ALL, COLLECTIVE, COMPUTE, OWNERS, RECEIVE, REPLICAS, SEND, TIED, UPDATE, Action
 from autopart.ir.errors import ProgramError
 from autopart.ir.program import Exchange, Program, inside
 from autopart.ir.shares import copies_of, division
@@ -152,11 +152,11 @@ def _collectives(program: Program, action: Action) -> list[tuple[_Comm, str]]:
         return [(("group", *ranks), f"{action.kind} of {name}") for name, ranks in own if len(ranks) > 1]
     ranks, divided = program.members(action), program.division(action.stage)
     found: list[tuple[_Comm, str]] = [(("group", *ranks), label)] if len(ranks) > 1 else []
-    if kind.meets == REPLICAS and min(divided.shards, divided.count) > 1:  # pieces, then buffers
+    if kind.meets in (REPLICAS, OWNERS) and min(divided.shards, divided.count) > 1:  # pieces, then buffers
         placed = program.stage_ranks[action.stage]
         alike = [tuple(sorted(placed[n :: divided.shards])) for n in range(divided.shards)]
         found += [(("pieces", *own), label) for own in alike]
-        found.append((("group", *ranks), f"{label} of buffers"))
+        found += [(("group", *ranks), f"{label} of buffers")] * (kind.meets == REPLICAS)
     return found
 
 

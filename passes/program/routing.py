@@ -106,7 +106,7 @@ def owner_stages(decision: Decision, graph: Graph) -> tuple[int, ...]:
     return tuple(
         s
         for s, stage in enumerate(decision.stages if decision.zero else ())
-        if len(stage.ranks) > 1 and any(not trained.isdisjoint(ops[name].params) for name in stage.ops)
+        if stage.replicas > 1 and any(not trained.isdisjoint(ops[name].params) for name in stage.ops)
     )
 
 

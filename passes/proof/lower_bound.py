@@ -41,7 +41,7 @@ from autopart.passes.proof.prices import Priced, priced_bound
 from autopart.passes.proof.sets import Taken, counts_of, rates_of, rows_needed, sets_of
 from autopart.passes.search.layout import SMALL
 from autopart.passes.search.partition import INFEASIBLE
-from autopart.passes.search.space import SearchSpace, block_costs, fastest_times, gradient_edges, is_chain
+from autopart.passes.search.space import SearchSpace, block_costs, fastest_times, gradient_edges
 from autopart.passes.simulation.charges import optimizer_ns
 
 MOST_WORK = 10_000_000
@@ -100,7 +100,7 @@ def _bound(space: SearchSpace, cheap_bound: int, micro_rows: tuple[int, ...], or
     one = Priced(space, micro_rows, weights, _heaviest(weights, counts, most), widest, orders=orders)
     bounds = [priced_bound(one)]
     # The chain's bound counts shares of micro-batches.
-    if request.policy == "split" and request.synchronous and is_chain(space):
+    if request.policy == "split" and request.synchronous and space.is_chain:
         bounds = [max(bounds[0], _chain_bound(space, micro_rows, orders))]
     if orders and max(request.numbers_per_rank) > 1:
         several = replace(one, several=True)

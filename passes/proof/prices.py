@@ -25,6 +25,7 @@ memory and no sum.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -36,7 +37,7 @@ from autopart.passes.graph.cuts import Floats, Ints
 from autopart.passes.ops.cost_model import FIELDS
 from autopart.passes.ops.weight_parts import summed_bytes
 from autopart.passes.proof.sets import Taken, counts_of, part_ns, rates_of, rows_needed, sets_of
-from autopart.passes.search.space import SearchSpace, block_costs, is_chain
+from autopart.passes.search.space import SearchSpace, block_costs
 from autopart.passes.simulation.charges import optimizer_ns
 
 ENDLESS = 1e20
@@ -46,16 +47,8 @@ MOST_CELLS = 100_000
 PATHS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0)
 SUMS = (0.0, 0.5, 0.8, 0.95, 1.0)
 MEMORY = (0.0, 0.1, 0.25, 0.5, 1.0)
-"""Prices that are tried; of memory in backwards of all blocks per byte that they save."""
-
-
-@dataclass(frozen=True)
-class Prices:
-    """What is tried: parts of the path and of the sums, and the price of memory."""
-
-    path: float = 0.0
-    sums: float = 0.0
-    memory: float = 0.0
+"""Prices that are tried: parts of the step that count for the path and for the sums, and of memory in backwards of all
+blocks per byte that they save."""
 
 
 @dataclass(frozen=True)
@@ -119,20 +112,20 @@ class Priced:
         most = min(self.widest, self.space.costs.cluster.world - self.several)
         return sets_of(self.space, most, MOST_CELLS // self.space.chain.n)
 
-    def ns(self, prices: Prices) -> float:
-        """Return the bound at these prices, in nanoseconds."""
+    def ns(self, sums: float, memory: float, paths: Sequence[float]) -> list[float]:
+        """Return the bounds at these prices of sums and of memory, in nanoseconds: one for each price of the path."""
         taken, (places, times), costs = np.array(self.sets, float), self._times, self.space.costs
         fwd, bwd, later = times[:, 0], times[:, 1], times[:, 2]
         micros, saved = len(self.micro_rows), self._saved
         own, trained, summed = self._own
         replicas, weight = taken.sum(axis=1)[:, None], (taken @ self.weights)[:, None]
-        price = prices.memory * self.weights * self._backward_ns / max(1.0, float(saved.sum()))
+        price = memory * self.weights * self._backward_ns / max(1.0, float(saved.sum()))
         limits = np.array([device.memory_bytes - device.reserve_bytes for device in costs.device_types], float)
         room = float((price * limits * counts_of(self.space)).sum())
 
         def least(n: int, *, again: bool) -> Floats:
             both = bwd + fwd if again else bwd
-            busy = (micros * fwd + (micros - prices.sums * n) * both)[places].min(axis=1)
+            busy = (micros * fwd + (micros - sums * n) * both)[places].min(axis=1)
             cheapest = np.where(taken > 0, price, np.inf).min(axis=1)[:, None]
             return np.asarray(weight * busy + (0.0 if again else cheapest * n * saved))
 
@@ -146,8 +139,8 @@ class Priced:
         update = (taken @ (self.weights * np.array(rates)))[:, None] * trained
         state = costs.state_factor * trained
         turn = self._turns()[:, None]
-        alone = weight * prices.sums * 2 * turn * summed + update + priced * (own + summed + state)
-        shared = weight * turn * (prices.sums * summed + trained) + (update + priced * state) / replicas
+        alone = weight * sums * 2 * turn * summed + update + priced * (own + summed + state)
+        shared = weight * turn * (sums * summed + trained) + (update + priced * state) / replicas
         shared = shared + priced * (own + summed)
         zero = self.space.request.zero
         ends = (
@@ -157,12 +150,13 @@ class Priced:
             if zero == 1
             else np.minimum(alone, shared)
         )
-        working = (np.min(ways, axis=0) + ends) * ((1 - prices.path) / self.most)
-        path = 0.0
-        if prices.path:
-            through = fwd + bwd - (later if self.orders else 0)
-            path = prices.path * through[places].min(axis=1)
-        return float((working + path).min(axis=0).sum()) - room * (1 - prices.path) / self.most
+        working = np.min(ways, axis=0) + ends
+        through = (fwd + bwd - (later if self.orders else 0))[places].min(axis=1)
+        left = [(1 - path) / self.most for path in paths]
+        return [
+            float((working * part + path * through).min(axis=0).sum()) - room * part
+            for path, part in zip(paths, left, strict=True)
+        ]
 
     def _turns(self) -> Floats:
         """Return the nanoseconds per byte of a turn of the ring over each set of devices, at the best place."""
@@ -182,11 +176,10 @@ def priced_bound(case: Priced) -> int:
     request = case.space.request
     if not case.sets or request.policy != "split" or not request.synchronous or not case.space.costs.overlap:
         return 0
-    paths = PATHS if is_chain(case.space) else PATHS[:1]
-    least = case.ns(Prices())
+    paths = PATHS if case.space.is_chain else PATHS[:1]
+    (least,) = case.ns(0.0, 0.0, (0.0,))
     for memory in MEMORY:
-        found = [Prices(path, sums, memory) for path in paths for sums in SUMS]
-        values = [case.ns(prices) for prices in found]
+        values = [value for sums in SUMS for value in case.ns(sums, memory, paths)]
         if memory and max(values) <= least:
             break  # memory is not short: more of its price does not help
         least = max(least, *values)

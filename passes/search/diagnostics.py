@@ -86,7 +86,8 @@ def _data_parallel(best: Evaluation) -> list[tuple[str, Evaluation]]:
         evaluations.append(evaluate(space, candidate))
     found = min(evaluations, key=lambda e: (e.over_bytes, e.step_ns))
     replicas = found.candidate.most_replicas
-    return [(f"data parallel alone, {replicas} replicas", found)] if replicas > 1 else []
+    name = "data parallel alone" if request.shards == 1 else "one stage"
+    return [(f"{name}, {replicas} replicas", found)] if replicas > 1 else []
 
 
 def _alternative(name: str, evaluation: Evaluation, best: Evaluation) -> Alternative:
@@ -205,7 +206,7 @@ def _asked(space: SearchSpace) -> Iterator[str]:
         if asked := getattr(request, name):
             yield f"{name}={asked}"
     yield f"{space.chain.n} blocks"
-    yield f"{space.costs.cluster.world} devices"
+    yield f"{space.costs.cluster.world * request.shards} devices"
     least, most = min(map(min, request.micro_rows)), max(map(max, request.micro_rows))
     sizes = f"{least} to {most}" if least < most else f"{most}"
     yield f"micro-batches of {sizes} row{'s' * (most > 1)}"
@@ -246,7 +247,7 @@ def _relaxations(space: SearchSpace, nearest: Evaluation | None) -> Iterator[tup
             devices=cluster.devices * factor,
             levels=(*cluster.levels[:-1], replace(cluster.levels[-1], size=cluster.levels[-1].size * factor)),
         )
-        yield f"use {more.world} such devices{left}", _without(request, every), more
+        yield f"use {more.world * request.shards} such devices{left}", _without(request, every), more
     if nearest is not None:
         larger = tuple(replace(d, memory_bytes=d.memory_bytes + nearest.over_bytes) for d in cluster.devices)
         need = max(d.memory_bytes for d in larger)

@@ -136,7 +136,7 @@ def _explained(
     own, its = (replace(each.evaluation, step_ns=each.step_ns) for each in (taken, fastest))
     notes = notes_of(taken.decision, space.chain.n, space.request, graph)
     if Shape.of(taken.decision).homes:
-        notes = (*notes, _ranks_note(taken, estimator))
+        notes = (*notes, _ranks_note(taken, estimator, space.request.shards))
     if taken.decision.order:
         notes = (*notes, _order_note(taken, estimator))
     modules = stage_modules([stage.ops for stage in taken.decision.stages], graph)
@@ -152,16 +152,17 @@ def _explained(
     return replace(taken, decision=decision, outlook=outlook, fastest_ns=fastest.step_ns)
 
 
-def _ranks_note(taken: Finalized, estimator: Estimator) -> str:
+def _ranks_note(taken: Finalized, estimator: Estimator, shards: int) -> str:
     """Return the note on ranks that run several stages: how many, and the memory of the fullest."""
     decision = taken.decision
     excess = excess_of(decision, taken.program.edges, estimator)
     worst = max(range(len(excess)), key=excess.__getitem__)
     ranks = decision.stages[worst].ranks
+    fullest = f"rank {ranks[0] * shards} is the fullest"
     together = next(stages for stages in Shape.of(decision).workers if worst in stages)
     peak = mib(excess[worst] + estimator.cluster.least_memory_bytes(ranks))
     numbers = ", ".join(map(str, together))
-    return f"{len(together)} stages a rank; rank {ranks[0]} is the fullest: {peak} at once for stages {numbers}"
+    return f"{len(together)} stages a rank; {fullest}: {peak} at once for stages {numbers}"
 
 
 def _order_note(taken: Finalized, estimator: Estimator) -> str:
@@ -204,7 +205,8 @@ def notes_of(decision: Decision, blocks: int, request: PlanRequest, graph: Graph
     if used < decision.world:
         no_more_blocks = len(decision.stages) == blocks
         reason = f"the model has only {blocks} blocks" if no_more_blocks else _idle_reason(request)
-        notes.append(f"{decision.world - used} of {decision.world} devices idle: {reason}")
+        idle, every = (count * request.shards for count in (decision.world - used, decision.world))
+        notes.append(f"{idle} of {every} devices idle: {reason}")
     if request.stages is not None:
         notes += _light_stages(decision, graph)
     if streams(find(decision.schedule)):

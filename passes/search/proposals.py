@@ -23,7 +23,7 @@ import numpy as np
 from autopart.passes.search.evaluation import Candidate, Proposal, Search
 from autopart.passes.search.layout import MOST_ORDERS, SMALL, Layout, Pools, all_orders, layouts, pools_of
 from autopart.passes.search.partition import INFEASIBLE, Cut, Partition, Table, Taken, solve_partition, solve_pools
-from autopart.passes.search.space import SearchSpace, fastest_sums, gradient_edges, is_chain
+from autopart.passes.search.space import SearchSpace, fastest_sums, gradient_edges
 from autopart.passes.search.tables import StageCostTables
 
 MOST_BLOCKS = 20_000
@@ -128,7 +128,7 @@ class _Proposing:
             space, task.layout, micro_rows, schedule, longest, ignore_memory=self._ignore_memory, memo=memo
         )
         found = _partitions(tables)
-        if not is_chain(space):  # branches may run side by side: a stage waits only for those that it reads from
+        if not space.is_chain:  # branches may run side by side: a stage waits only for those that it reads from
             found += _partitions(replace(tables, waits=gradient_edges(space)))
         found = [(partition, layout) for partition, layout in found if partition.latency_ns <= limit]
         self.found[option, task.place] = [
@@ -148,7 +148,7 @@ def layout_bound(space: SearchSpace, layout: Layout | Pools, micro_rows: tuple[i
     """
     micros = len(micro_rows)
     whole = fastest_sums(space, -(-max(micro_rows) // layout.pipeline_replicas))[-1]
-    if len(layout.widths) > 1 or not is_chain(space):
+    if len(layout.widths) > 1 or not space.is_chain:
         positions = layout.depth if len(layout.widths) > 1 else min(layout.depth, most)
         return int(micros * whole) // positions
     return int(whole / (1 - (1 - 1 / micros) ** min(layout.depth, most, space.chain.n)))

@@ -262,7 +262,7 @@ def recomputed_jointly(
     many calls.
     """
     whole = [Choice(context.stage, space.costs.stage(context)) for context in contexts]
-    if not contexts or fits(whole):
+    if fits(whole):
         return whole
     menus = [_menu(space, context) for context in contexts]
     picked = [0] * len(menus)

@@ -73,8 +73,8 @@ def _is_worse(candidate: Candidate, best: Evaluation) -> bool:
 
 
 def least_ns(space: SearchSpace, candidate: Candidate) -> int:
-    """Return nanoseconds that the step takes at least, whatever memory demands: a position waits for the first forward
-    to come to it, and does all its work.
+    """Return nanoseconds that the step takes at least, whatever memory demands: a position does all its work, and in a
+    chain it waits for the first forward to come to it.
 
     Stages on unlike devices, whose rows are not known yet, count as nothing; 0 where the step is not a sum of whole
     micro-batches.  O(stages) in numpy.
@@ -91,7 +91,7 @@ def least_ns(space: SearchSpace, candidate: Candidate) -> int:
             known = space.chain.range_costs(Size(-(-rows // len(ranks))), costs.device_types.index(kinds.pop()))
             forward, backward = (int(each.sum()) for each in known.blocks[:2, a:b])
         busy[ranks] = busy.get(ranks, before) + len(candidate.micro_rows) * (forward + backward)
-        before += forward
+        before += forward if space.is_chain else 0
     return max(busy.values())
 
 

@@ -47,7 +47,7 @@ def check_request(request: PlanRequest, cluster: Cluster) -> None:
     if count > cluster.world:
         each = f", {per_rank} on each rank," if per_rank > 1 else ""
         raise UsageError(
-            f"{request.stages} stages{each} need {count} devices, but the cluster has {cluster.world}",
+            f"{request.stages} stages{each} need {count} {_devices(request)}, but the cluster has {cluster.world}",
             fix=f"use at most {cluster.world * per_rank} stages or name a larger cluster",
         )
     _check_fixed(request, cluster, count, per_rank)
@@ -102,12 +102,12 @@ def _check_fixed(request: PlanRequest, cluster: Cluster, positions: int, per_ran
     needed = sum(fixed) if fixed else each
     if needed > cluster.world:
         raise UsageError(
-            f"{needed} replicas need {needed} devices, but the cluster has {cluster.world}",
+            f"{needed} replicas need {needed} {_devices(request)}, but the cluster has {cluster.world}",
             fix=f"use at most {cluster.world} replicas in all, or name a larger cluster",
         )
     if each * positions > cluster.world:
         raise UsageError(
-            f"{request.stages} stages of {each} replicas need {each * positions} devices, but the cluster "
+            f"{request.stages} stages of {each} replicas need {each * positions} {_devices(request)}, but the cluster "
             f"has {cluster.world}",
             fix=f"use at most {cluster.world // each * per_rank} stages or {cluster.world // positions} replicas, or "
             "name a larger cluster",
@@ -141,3 +141,7 @@ def check_stages(request: PlanRequest, blocks: int) -> None:
             f"{asked} stages asked for, but the model has only {blocks} blocks that can stand apart",
             fix=f"use at most stages={blocks}",
         )
+
+
+def _devices(request: PlanRequest) -> str:
+    return "devices" if request.shards == 1 else f"groups of {request.shards} devices"

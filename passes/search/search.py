@@ -60,6 +60,10 @@ def evaluate_promising(search: Search) -> None:
         if not hopeless and (effort > 0 or not search.fitting):
             search.evaluate(space, candidate)
             effort -= actions_of(candidate)
+            # Groups are few, of few and coarse blocks each: of 12 stages some would have an eighth more than others.
+            even = with_even_cuts(candidate, search.fine) if space.request.shards > 1 else None
+            if even is not None:
+                search.evaluate(search.fine, even)
         search.tell("evaluate")
 
 

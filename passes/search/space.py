@@ -63,8 +63,9 @@ class PlanRequest:
     together.  token_slices: lengths of slices, () for whole sequences, or "auto".  token_axis: how values depend on
     tokens.  token_step: what lengths that are searched are multiples of.  state_factor: bytes of optimizer state per
     byte of trainable parameter.  prove_seconds: time to find a certificate (`certificate`) of the plan, if its largest
-    micro-batch has prove_rows rows (None: any number).  rival_ns: step of a plan of another
-    request, 0 for none: what cannot be faster, or is not nearly, is not searched.
+    micro-batch has prove_rows rows (None: any number).  rival_ns: step of a plan of another request, 0 for none: what
+    cannot be faster, or is not nearly, is not searched.  shards: ranks of each device of the cluster, where these are
+    groups that compute together: what people read counts ranks.
     """
 
     micro_rows: tuple[tuple[int, ...], ...]
@@ -90,6 +91,7 @@ class PlanRequest:
     prove_seconds: float = 0.0
     prove_rows: int | None = None
     rival_ns: int = 0
+    shards: int = 1
 
     def normalized(self) -> PlanRequest:
         """Fill in what follows from the rest.
@@ -212,6 +214,11 @@ class SearchSpace:
         """Return the space of the plans that other orders are tried on: one stage a rank, cut wherever that is best."""
         request = self.request.with_one_per_rank()
         return self if request is self.request else replace(self, request=request, forced=())
+
+    @cached_property
+    def is_chain(self) -> bool:
+        """Whether the chain is the only order of the blocks: each reads what the one before it writes."""
+        return all(set(a.writes) & set(b.reads) for a, b in pairwise(self.chain.blocks.ops))
 
     @cached_property
     def learning(self) -> frozenset[str]:
@@ -341,12 +348,6 @@ def block_span(blocks: Graph, fine: Graph, paths: tuple[str, ...]) -> tuple[int,
 
 
 # ---- relaxations ---------------------------------------------------------------------------------------------------
-
-
-def is_chain(space: SearchSpace) -> bool:
-    """Return whether the chain is the only order of the blocks: each reads what the one before it writes."""
-    ops = space.chain.blocks.ops
-    return all(set(a.writes) & set(b.reads) for a, b in pairwise(ops))
 
 
 def gradient_edges(space: SearchSpace, rows: int | None = None) -> Ints:

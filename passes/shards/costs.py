@@ -10,13 +10,24 @@ The planner sees a group as one device that runs the graph of one of its ranks. 
     exchange  latency + passes * (t - 1) / t * bytes of the whole value / link of the innermost level, for the op that
               first reads a value in another state
     memory    1 / t of what a cut op saves, but all of what was gathered for it
+    once      gradients of parameters that are whole are summed over the group once a step, at the rate of that link
+              (`Param.once_ns`; their latencies are left out)
 
-Assumed: nothing else uses the link meanwhile, and exchanges do not overlap with computes.  Left out: the sum of
-gradients of whole parameters over a group, once a step.
+Where devices move bytes while they compute, as the code of a rank does (`runtime.stages.shard_group`):
+
+    beside    an exchange of a backward counts as far as it takes longer than the products of weights' gradients that
+              run meanwhile; where these wait for W, it counts whole (`Cost.hidden_ns`).  What a product
+              works on stays until it runs, so its workspace counts twice
+    again     what was gathered for products with trained weights alone is not kept: it is gathered again in the
+              backward, as far as that takes longer than the products that make gradients of it
+
+Assumed: nothing else uses the link meanwhile; exchanges of a forward, and those that are repeated in recomputation, do
+not overlap with computes; products and exchanges that run side by side do not slow each other down.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -29,19 +40,21 @@ from autopart.ir.cluster import DEVICE_KINDS, Cluster
 from autopart.ir.decision import Decision
 from autopart.ir.errors import RefusedError, UsageError
 from autopart.ir.graph import Cost, Graph, Op, Size
-from autopart.passes.ops.analytic_costs import saved_values
+from autopart.passes.ops.analytic_costs import saved_values, storage
 from autopart.passes.ops.cost_model import FIELDS, CostTable, OpCosts
 from autopart.passes.ops.row import MATMUL
 from autopart.passes.ops.table import row_of
+from autopart.passes.ops.weight_parts import summed_bytes, weight_parts
 from autopart.passes.shards.assignment import Assignment, local_graph
 from autopart.passes.shards.calls import Call, calls_of
-from autopart.passes.shards.states import CUT_KIND, State, passes
+from autopart.passes.shards.states import CUT_KIND, GATHER, State, passes, transition
 from autopart.passes.shards.strategies import NO_DIGIT
 
 TILE = 128
 """Rows and columns of a tile of a product."""
-_FWD, _BWD, _SAVED, _SCRATCH, _WEIGHT_NS, _WEIGHT_BYTES = (
-    FIELDS.index(name) for name in ("fwd_ns", "bwd_ns", "saved_bytes", "scratch_bytes", "weight_ns", "weight_bytes")
+_FWD, _BWD, _SAVED, _SCRATCH, _WEIGHT_NS, _WEIGHT_BYTES, _HIDDEN = (
+    FIELDS.index(name)
+    for name in ("fwd_ns", "bwd_ns", "saved_bytes", "scratch_bytes", "weight_ns", "weight_bytes", "hidden_ns")
 )
 _Table = npt.NDArray[np.int64]
 
@@ -61,9 +74,13 @@ class GroupCosts:
 
     def graph(self, size: Size, device_type: int) -> Graph:
         """See `GraphCosts`.  O(ops + values)."""
-        graph = local_graph(self.whole.graph(size, device_type), self.assignment)
+        graph, link = local_graph(self.whole.graph(size, device_type), self.assignment), self.cluster.levels[0].link
+        per_byte = 2 * (self.assignment.shards - 1) / self.assignment.shards * 1e9 / link.bytes_per_s
+        whole = {p.name for p in graph.params if p.trainable and self.assignment.states[p.name].kind != CUT_KIND}
+        summed = [replace(p, once_ns=int(summed_bytes(p) * per_byte)) if p.name in whole else p for p in graph.params]
         costs = self.table(size, device_type).columns.astype(np.int64).T.tolist()
-        return replace(graph, ops=tuple([replace(op, cost=Cost(*c)) for op, c in zip(graph.ops, costs, strict=True)]))
+        ops = [replace(op, cost=Cost(*cost)) for op, cost in zip(graph.ops, costs, strict=True)]
+        return replace(graph, ops=tuple(ops), params=tuple(summed))
 
     def table(self, size: Size, device_type: int) -> CostTable:
         """See `CostModel.table`.  O(values), and O(reads) in numpy."""
@@ -74,18 +91,40 @@ class GroupCosts:
             launch_ns = np.minimum(table.columns[row], DEVICE_KINDS[self.cluster.kind].launch_ns)
             columns[row] = np.where(self._cut, np.maximum(columns[row], launch_ns), columns[row])
         self._widths(columns, sizes, device_type)
-        link = self.cluster.levels[0].link
-        op, tensor, *both = self._edges
-        for row, times in zip((_FWD, _BWD), both, strict=True):
-            moved = times * sizes[tensor] * (t - 1) / t
-            np.add.at(columns[row], op, np.where(times > 0, link.latency_ns + moved * 1e9 / link.bytes_per_s, 0))
-        op, tensor = self._gathered
+        self._exchanges(columns, sizes)
+        op, tensor, again = self._gathered
         for row in (_SAVED, _SCRATCH, _WEIGHT_BYTES):
             more = np.where(table.columns[row][op] > 0, sizes[tensor] * (t - 1) / t, 0)
-            np.add.at(columns[row], op, more)
+            np.add.at(columns[row], op, np.where(again & (row == _SAVED), 0, more))
+        if self._may_overlap:
+            columns[_SCRATCH, list(self._waiting)] *= 2
         states = self.assignment.states
         local = {n: size // t if states[n].kind == CUT_KIND else size for n, size in table.value_bytes.items()}
         return CostTable(np.floor(columns), local)
+
+    def _exchanges(self, columns: npt.NDArray[np.float64], sizes: _Table) -> None:
+        """Add the time of exchanges, but for what runs beside others."""
+        link, t = self.cluster.levels[0].link, self.assignment.shards
+        op, tensor, there, back = self._edges
+
+        def taken_ns(times: _Table) -> npt.NDArray[np.float64]:
+            moved = times * sizes[tensor] * (t - 1) / t
+            return np.where(times > 0, link.latency_ns + moved * 1e9 / link.bytes_per_s, 0)
+
+        def at_once(pairs: _Table, rows: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+            found = np.zeros(len(op))
+            np.add.at(found, pairs[0], rows[pairs[1]])
+            return found
+
+        forward, backward, inputs = taken_ns(there), taken_ns(back), columns[_BWD] - columns[_WEIGHT_NS]
+        hidden, again = np.zeros(len(op)), np.zeros(len(op))
+        if self._may_overlap:
+            hidden = np.minimum(backward, at_once(self._filled, columns[_WEIGHT_NS]))
+            readers = at_once(self._readers, inputs)
+            again = np.where(np.isin(np.arange(len(op)), self._readers[0]), np.maximum(forward - readers, 0), 0)
+        np.add.at(columns[_FWD], op, forward)
+        np.add.at(columns[_BWD], op, backward - hidden + again)
+        np.add.at(columns[_HIDDEN], op, hidden)
 
     def exchange_ns(self) -> dict[str, tuple[int, int]]:
         """Return, by op, the latencies of the exchanges in its forward and in its backward.  O(reads)."""
@@ -121,9 +160,12 @@ class GroupCosts:
     @cached_property
     def _place(self) -> dict[str, int]:
         """The place of each value and parameter in `_sizes`."""
+        return {name: n for n, name in enumerate(self._names)}
+
+    @cached_property
+    def _names(self) -> list[str]:
         graph = self.graph_of_all
-        names = [*[value.name for value in graph.values], *[param.name for param in graph.params]]
-        return {name: n for n, name in enumerate(names)}
+        return [*[value.name for value in graph.values], *[param.name for param in graph.params]]
 
     @cached_property
     def _cut(self) -> npt.NDArray[np.bool_]:
@@ -153,17 +195,70 @@ class GroupCosts:
         return np.array(found, dtype=np.int64).T
 
     @cached_property
-    def _gathered(self) -> _Table:
-        """(op, tensor) of each value of which a cut op is the first to save all, one a column."""
+    def _may_overlap(self) -> bool:
+        return DEVICE_KINDS[self.cluster.kind].beside
+
+    @cached_property
+    def _waiting(self) -> dict[int, str]:
+        """The ops whose products of weights' gradients can wait, each with its weight."""
+        parts = weight_parts(self.graph_of_all, storage(self.graph_of_all))
+        return {n: part.weight for n, part in enumerate(parts) if part.halves}
+
+    @cached_property
+    def _filled(self) -> _Table:
+        """(exchange, op) of the products that run beside each exchange of a backward, one a column, as in
+        `runtime.stages.weight_gradients.fill`: all that wait but the largest, or the only one."""
+        params, edges = self.graph_of_all.param_map(), defaultdict[int, list[int]](list)
+        for number, (op, _, _, back) in enumerate(self._edges.T.tolist()):
+            edges[op] += [number] * bool(back)
+        waiting, found = list[tuple[int, int]](), list[tuple[int, int]]()
+        for n in reversed(range(len(self.graph_of_all.ops))):
+            if n in self._waiting:
+                param = params[self._waiting[n]]
+                waiting.append((prod(self.assignment.local_shape(param.name, param.shape)), n))
+            for number in edges.get(n, ()):
+                kept = [max(waiting, key=lambda each: each[0])] if len(waiting) > 1 else []
+                found += [(number, op) for size, op in waiting if (size, op) not in kept]
+                waiting = kept
+        return np.array(found, dtype=np.int64).reshape(-1, 2).T
+
+    @cached_property
+    def _saved(self) -> list[tuple[int, str]]:
+        """(op, value) of what each op saves for its backward and reads whole."""
         values, params = self.graph_of_all.value_map(), self.graph_of_all.param_map()
-        seen, found = set[str](), list[tuple[int, int]]()
+        found = []
         for n, call in enumerate(self._calls):
             saved = set(saved_values(call.op, values, params))
-            for name, _, wanted in self.assignment.reads(call.op, call):
-                if name in saved and name in values and wanted.kind != CUT_KIND and name not in seen:
-                    seen.add(name)
-                    found += [(n, self._place[name])] * bool(self._cut[n])
+            for name, _, wanted in self.assignment.reads(call.op, call) if saved else ():
+                if name in saved and wanted.kind != CUT_KIND:
+                    found.append((n, name))
+        return found
+
+    @cached_property
+    def _readers(self) -> _Table:
+        """(exchange, op) of the products for which a value is gathered again in the backward, one a column."""
+        roots, readers = storage(self.graph_of_all), defaultdict[str, list[int]](list)
+        for n, name in self._saved:
+            readers[roots.get(name, name)].append(n)
+        found = []
+        for number, (op, place, there, _) in enumerate(self._edges.T.tolist()):
+            name, call = self._names[place], self._calls[op]
+            reads = [(held, wanted) for read, held, wanted in self.assignment.reads(call.op, call) if read == name]
+            moves = {transition(held, wanted).forward for held, wanted in reads}
+            own = readers.get(roots.get(name, name), [])
+            if there and moves == {GATHER} and own and all(n in self._waiting for n in own):
+                found += [(number, n) for n in own]
         return np.array(found, dtype=np.int64).reshape(-1, 2).T
+
+    @cached_property
+    def _gathered(self) -> tuple[_Table, ...]:
+        """(op, tensor, whether it is gathered again) of each value of which a cut op is the first to save all, one a
+        column."""
+        again = set(self._readers[1].tolist()) if self._may_overlap else set()
+        first = {name: n for n, name in reversed(self._saved)}
+        found = [(n, self._place[name], n in again) for name, n in first.items() if self._cut[n]]
+        op, tensor, twice = np.array(sorted(found), dtype=np.int64).reshape(-1, 3).T
+        return op, tensor, twice.astype(bool)
 
     @cached_property
     def _products(self) -> tuple[_Table, ...]:
@@ -222,8 +317,14 @@ def grouped(cluster: Cluster, shards: int) -> Cluster:
             fix="use a number that divides both",
         )
     levels = [
-        replace(level, size=level.size // shards, groups=tuple([size // shards for size in level.groups]))
-        for level in cluster.levels
+        replace(
+            level,
+            size=level.size // shards,
+            groups=tuple([size // shards for size in level.groups]),
+            # all ranks of a group send their parts at once, at the inner level each through a port of its own
+            link=replace(level.link, bytes_per_s=max(1, level.link.bytes_per_s // shards)) if number else level.link,
+        )
+        for number, level in enumerate(cluster.levels)
     ]
     kept = tuple(level for level in levels if level.size > 1) or (levels[-1],)
     return replace(cluster, devices=cluster.devices[::shards], levels=kept)

@@ -69,9 +69,9 @@ class Share:
     ranks: of these devices.  whole: the graph at the rows of a whole micro-batch.  types: the types of these devices,
     each with the graph at their rows.  state_factor, group_ns: as in `Estimator`.  sums: what is charged so far, by
     field of `Estimate`.  costs: of the stage's ops together, for each type.  weights, copies, trained, summed: bytes of
-    its parameters, of copies, of the trainable ones, and of gradients as replicas sum them.  updated: of the trainable
-    ones, those that a device updates.  Where replicas take micro-batches in turn, a device has all rows of every r-th
-    one (micros).
+    its parameters, of copies, of the trainable ones, and of gradients as replicas sum them.  once_ns: `Param.once_ns`
+    of all.  updated: of the trainable ones, those that a device updates.  Where replicas take micro-batches in turn, a
+    device has all rows of every r-th one (micros).
     """
 
     context: StageContext
@@ -90,7 +90,7 @@ class Share:
         self.stage, self._replica = stage, stage.ranks.index(self.ranks[0])
         self.micros = -(-self.context.micros // stage.division.period)
         self.costs = [index.sums(stage.ops) for index in self.types.values()]
-        _, self.weights, self.copies, self.trained, self.summed = whole.params_of(stage)
+        _, self.weights, self.copies, self.trained, self.summed, self.once_ns = whole.params_of(stage)
         self.updated = whole.largest_share(stage) if self.context.zero else self.trained
 
     def part(self, amount: int) -> int:
@@ -157,9 +157,10 @@ def computing(share: Share) -> Amounts:
 
 
 def split_backward(share: Share) -> Amounts:
-    """Charge what W takes where the backward has two parts, and what a micro-batch keeps from I to W: the inputs and
-    the gradients of its products."""
+    """Charge what W takes where the backward has two parts, exchanges of I that it does not hide then, and what a
+    micro-batch keeps from I to W: the inputs and the gradients of its products."""
     return {
+        "hidden_ns": max([costs.hidden_ns for costs in share.costs]),
         "weight_ns": max([costs.weight_ns for costs in share.costs]),
         "weight_bytes": share.costs[0].weight_bytes,
     }
@@ -245,6 +246,12 @@ def replica_sums(share: Share) -> Amounts:
     }
 
 
+def group_sums(share: Share) -> Amounts:
+    """Charge, before the optimizer's step, the sums of gradients of parameters that the ranks of a shard group hold
+    whole, as if nothing ran beside them."""
+    return {"optimizer_ns": share.once_ns}
+
+
 def communicators(share: Share) -> Amounts:
     """Charge what a library holds for each rank that messages are exchanged with, and for the sum over replicas.
 
@@ -281,6 +288,7 @@ CHARGES: tuple[Callable[[Share], Amounts], ...] = (
     weights,
     weight_versions,
     optimizer,
+    group_sums,
     replica_sums,  # behind all that may be gone by then
     communicators,
     batch_inputs,

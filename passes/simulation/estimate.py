@@ -181,6 +181,7 @@ def work_of(
         slices=_slice_works(decision, estimates, links, estimator) if decision.token_slices else (),
         weight_ns=tuple(e.weight_ns for e in estimates),
         weight_bytes=tuple(e.weight_bytes for e in estimates),
+        hidden_ns=tuple(e.hidden_ns for e in estimates),
     )
 
 

@@ -24,6 +24,7 @@ class Sums(NamedTuple):
     fwd_ns: int
     bwd_ns: int
     weight_ns: int
+    hidden_ns: int
     flops: int
     saved_bytes: int
     weight_bytes: int
@@ -32,13 +33,14 @@ class Sums(NamedTuple):
 
 class Parameters(NamedTuple):
     """The parameters of a stage: names, and bytes of all, of their copies in another precision, of the trainable ones,
-    and of gradients as replicas sum them."""
+    and of gradients as replicas sum them.  once_ns: `Param.once_ns` of all."""
 
     names: frozenset[str]
     size_bytes: int
     copy_bytes: int
     trained_bytes: int
     summed_bytes: int
+    once_ns: int
 
 
 class Redone(NamedTuple):
@@ -65,6 +67,7 @@ class GraphIndex:
         self.summed = {p.name: summed_bytes(p) for p in graph.params if p.trainable}
         self.copies = {p.name: p.copy_bytes for p in graph.params if p.copy_bytes}
         self.values = {v.name: v.size_bytes for v in graph.values}
+        self._once_ns = {p.name: p.once_ns for p in graph.params if p.once_ns}
         self._sums: dict[Names, Sums] = {}
         self._params: dict[Names, Parameters] = {}
         self._redone: dict[Names, Redone] = {}
@@ -82,7 +85,7 @@ class GraphIndex:
         """Return the parameters that a stage uses.  O(uses), once."""
         if stage.ops not in self._params:
             names = frozenset(chain.from_iterable([self.ops[op].params for op in stage.ops]))
-            tables = (self.params, self.copies, self.trained, self.summed)
+            tables = (self.params, self.copies, self.trained, self.summed, self._once_ns)
             sizes = [sum([table.get(name, 0) for name in names]) for table in tables]
             self._params[stage.ops] = Parameters(names, *sizes)
         return self._params[stage.ops]

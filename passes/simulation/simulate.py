@@ -66,7 +66,8 @@ class Work:
     of parameters, behind the optimizer step.  bucket_bytes: summed at once (`Decision`).  summing_ns: what sums take
     from the cores that compute, on CPUs; empty: nothing.  slices: of each slice in order, with slices of tokens; times
     and sizes of whole micro-batches are not used then.  weight_ns: the part of bwd_ns that W takes where the backward
-    has two parts; weight_bytes: what is kept from I to W; empty: nothing.  host: what hosts spend besides.
+    has two parts; weight_bytes: what is kept from I to W; hidden_ns: what I takes besides the rest of bwd_ns (slices:
+    nothing); empty: nothing.  host: what hosts spend besides.
     """
 
     fwd_ns: tuple[int, ...]
@@ -83,6 +84,7 @@ class Work:
     summing_ns: tuple[int, ...] = ()
     weight_ns: tuple[int, ...] = ()
     weight_bytes: tuple[int, ...] = ()
+    hidden_ns: tuple[int, ...] = ()
     host: HostCosts = UNMEASURED
 
 
@@ -223,7 +225,8 @@ class _StepCode:
         self._times: list[dict[str, list[int]]] = []  # of the computes of each slice, by kind and stage
         for part in work.slices or (work,):
             weights = part.weight_ns or (0,) * len(part.bwd_ns)
-            inputs = [whole - own for whole, own in zip(part.bwd_ns, weights, strict=True)]
+            more = work.hidden_ns if work.hidden_ns and not work.slices else (0,) * len(part.bwd_ns)
+            inputs = [whole - own + bare for whole, own, bare in zip(part.bwd_ns, weights, more, strict=True)]
             kinds = {"F": part.fwd_ns, "B": part.bwd_ns, "I": inputs, "W": weights}
             self._times.append({kind: [own + work.host.compute_ns for own in each] for kind, each in kinds.items()})
 

@@ -10,6 +10,7 @@ message start at once; a collective library may choose a tree for small sums.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -103,13 +104,19 @@ def _over_all_cards(cluster: Cluster, hops: Sequence[_Hop], ranks: Sequence[int]
     """Spread hops between groups over the network cards of their ranks.
 
     A library runs as many rings as there are cards, and each ring leaves a group through another card.
+    O(levels * ranks).
     """
     flows: list[_Hop] = []
+    members: dict[int, defaultdict[int, list[int]]] = {}  # by level, the ranks of each group of the one inside it
     for sender, receiver, share in hops:
         index = cluster.level(sender, receiver)
         if index and cluster.levels[index].link.flow_bytes_per_s:
             group = cluster.levels[index - 1].group
-            here, there = ([rank for rank in ranks if group(rank) == group(end)] for end in (sender, receiver))
+            if index not in members:
+                members[index] = defaultdict(list)
+                for rank in ranks:
+                    members[index][group(rank)].append(rank)
+            here, there = (members[index][group(end)] for end in (sender, receiver))
             lanes = max(len(here), len(there))
             flows += [(here[i % len(here)], there[i % len(there)], share / lanes) for i in range(lanes)]
     return flows

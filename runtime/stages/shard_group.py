@@ -6,22 +6,28 @@ backward in the reverse order of its forward, so all make the same exchanges in 
 Messages are posted and awaited between computes, never inside of one, and the proof of a program lets the members meet
 in each of their computes (`passes.program.messages`): so what is proven to end ends with them.
 Partial sums are added in the dtype of the product that made them.
+
+Where a device moves bytes while it computes (`Members.beside`), exchanges of a backward run beside products that make
+gradients of weights (`weight_gradients.fill`), and a value that was gathered for such products is gathered again in the
+backward instead of kept, beside the products that make gradients of it (Korthikanti et al., arXiv 2205.05198, section
+4.2.2).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from autopart.rng import keyed
+from autopart.rng import keyed, keyed_rows
 from autopart.runtime.activity import waiting
 from autopart.runtime.group.world import World
-from autopart.runtime.stages.slice_functions import Places, among_all, own_of
+from autopart.runtime.stages.slice_functions import Places, Rows, among_all, own_of
+from autopart.runtime.stages.weight_gradients import begin_filling, fill
 
 PURPOSE = "shards"
 """Of the groups of ranks that compute parts of the same values (`World.group`)."""
@@ -29,19 +35,29 @@ PURPOSE = "shards"
 Cut = tuple[int, int]
 """(axis, before): the axis is (before, shards, the rest), of which a rank has its entry of the middle one."""
 Move = Callable[[torch.Tensor], torch.Tensor]
+Begun = Callable[[], torch.Tensor]
+"""Waits for an exchange that has begun, and returns its result."""
 
 
 class Members(Protocol):
-    """The ranks of a shard group, as one of them sees it.  index: its own place; count: how many there are."""
+    """The ranks of a shard group, as one of them sees it.  index: its own place; count: how many there are.  beside:
+    whether they compute while they exchange."""
 
     index: int
     count: int
+    beside: bool
 
     def summed(self, tensor: torch.Tensor, *, largest: bool = False) -> torch.Tensor:
         """Return the sum, or the largest, of all members' tensors; equal on all to the bit."""
 
     def gathered(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return all members' tensors, stacked in the order of members."""
+
+    def begin_gathering(self, tensor: torch.Tensor) -> Begun:
+        """Begin to gather, and return what waits for the result."""
+
+    def scattered(self, parts: torch.Tensor) -> torch.Tensor:
+        """Return the sum of all members' entries for this one; each gives one for every member, stacked in order."""
 
 
 class ShardGroup:
@@ -51,24 +67,62 @@ class ShardGroup:
         self._world, self._ranks = world, tuple(ranks)
         self.index, self.count = self._ranks.index(world.rank), len(self._ranks)
         self._order = [self._ranks.index(rank) for rank in sorted(ranks)]  # as a group counts them
+        self._back = [sorted(ranks).index(rank) for rank in self._ranks]
+        self.beside = (
+            not world.overlaps
+        )  # else sums of replicas may run in the last backward, and take what is complete
 
     def summed(self, tensor: torch.Tensor, *, largest: bool = False) -> torch.Tensor:
         """Return the sum, or the largest, of all members' tensors."""
         found = tensor.detach().clone(memory_format=torch.contiguous_format)
-        with waiting():
-            group = self._world.group(self._ranks, purpose=PURPOSE)
-            self._world.all_reduce(found, group, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
-        return found
+        on_host = found.cpu() if self._world.staged else found
+        op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+        self._wait(dist.all_reduce(on_host, op, self._group(), async_op=True))
+        return on_host.to(found.device)
 
     def gathered(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return all members' tensors, stacked."""
+        finish = self.begin_gathering(tensor)
+        fill()
+        return finish()
+
+    def begin_gathering(self, tensor: torch.Tensor) -> Begun:
+        """Begin to gather all members' tensors, stacked, and return what waits for them."""
         own = tensor.detach().contiguous()
         on_host = own.cpu() if self._world.staged else own
         found = torch.empty((self.count, *own.shape), dtype=own.dtype, device=on_host.device)
+        parts = [found[place] for place in self._order]
+        work = dist.all_gather(parts, on_host, group=self._group(), async_op=True)
+
+        def finished() -> torch.Tensor:
+            with waiting():
+                work.wait()
+            return found.to(own.device)
+
+        return finished
+
+    def scattered(self, parts: torch.Tensor) -> torch.Tensor:
+        """Return the sum of all members' parts for this one.  Gloo sums all and keeps a part, at twice the bytes, so
+        there members send each other their parts, and each adds what it gets in the order of members."""
+        own = parts.detach()[self._order]
+        on_host = own.cpu() if self._world.staged else own
+        if on_host.device.type == "cpu":
+            found = torch.empty_like(on_host)
+            self._wait(dist.all_to_all_single(found, on_host, group=self._group(), async_op=True))
+            return found[self._back].sum(0).to(own.device)
+        found = torch.empty_like(on_host[0])
+        self._wait(dist.reduce_scatter_tensor(found, on_host, group=self._group(), async_op=True))
+        return found
+
+    def _group(self) -> dist.ProcessGroup:
+        return self._world.group(self._ranks, purpose=PURPOSE)
+
+    def _wait(self, work: dist.Work | None) -> None:
+        """Wait for an exchange that has begun, after what is to run beside it."""
+        assert work is not None
+        fill()
         with waiting():
-            parts = [found[place] for place in self._order]
-            dist.all_gather(parts, on_host, group=self._world.group(self._ranks, purpose=PURPOSE))
-        return found.to(own.device)
+            work.wait()
 
 
 # -- moves ------------------------------------------------------------------------------------------------------------
@@ -98,13 +152,19 @@ def _slice(members: Members, cut: Cut, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _gather(members: Members, cut: Cut, tensor: torch.Tensor) -> torch.Tensor:
+    return _joined(cut, members.gathered(tensor))
+
+
+def _joined(cut: Cut, every: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that members have these parts of, stacked."""
     axis, before = cut
-    every = torch.unflatten(members.gathered(tensor), axis + 1, (before, -1))
-    return every.movedim(0, axis + 1).flatten(axis, axis + 2)
+    return torch.unflatten(every, axis + 1, (before, -1)).movedim(0, axis + 1).flatten(axis, axis + 2)
 
 
 def _scatter(members: Members, cut: Cut, tensor: torch.Tensor) -> torch.Tensor:
-    return _slice(members, cut, members.summed(tensor))
+    axis = cut[0]
+    parts = _parts(members, cut, tensor).movedim(axis + 1, 0)
+    return members.scattered(parts).flatten(axis, axis + 1)
 
 
 def _pad(members: Members, cut: Cut, tensor: torch.Tensor) -> torch.Tensor:
@@ -121,6 +181,25 @@ MOVES: dict[str, Callable[[Members, Cut, torch.Tensor], torch.Tensor]] = {
 """What a rank does with a tensor (`passes.shards.states`), but for a change between two cuts."""
 
 
+class Gathering:
+    """Gathers a value once more in the backward, for all products that read it there (`weight_gradients.Source`)."""
+
+    def __init__(self, members: Members, cut: Cut) -> None:
+        self._members, self._cut = members, cut
+        self._begun: Begun | None = None
+
+    def begin(self, part: torch.Tensor) -> Begun:
+        """Begin to gather, and return what waits for it."""
+        if self._begun is None:
+            finish = self._members.begin_gathering(part)
+            self._begun = cache(lambda: _joined(self._cut, finish()))
+        return self._begun
+
+    def end(self) -> None:
+        """Forget the value: all its readers have it."""
+        self._begun = None
+
+
 class Exchange(nn.Module):
     """Changes the state of a value, and of its gradient back.
 
@@ -129,12 +208,19 @@ class Exchange(nn.Module):
     def __init__(self, members: Members, there: tuple[str, Cut, Cut], back: tuple[str, Cut, Cut]) -> None:
         super().__init__()
         self._there, self._back = _move(members, *there), _move(members, *back)
+        self._members, self._gathers = members, there[1] if there[0] == "gather" else None
 
     def forward(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the value in its new state."""
         if not (tensor.requires_grad and torch.is_grad_enabled()):
             return self._there(tensor)
-        return _Exchanged.apply(self._there, self._back, tensor)  # type: ignore[no-any-return, no-untyped-call]
+        beside = self._members.beside
+        again = Gathering(self._members, self._gathers) if beside and self._gathers is not None else None
+        found: torch.Tensor = _Exchanged.apply(self._there, self._back, tensor, beside, again)  # type: ignore[no-untyped-call]
+        if again is not None and found.is_contiguous():
+            base: Any = found if found._base is None else found._base
+            base.again = tensor.detach(), again
+        return found
 
 
 def _move(members: Members, word: str, old: Cut, new: Cut) -> Move:
@@ -145,14 +231,20 @@ def _move(members: Members, word: str, old: Cut, new: Cut) -> Move:
 
 class _Exchanged(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, there: Move, back: Move, tensor: torch.Tensor) -> torch.Tensor:
-        ctx.back = back
+    def forward(
+        ctx: Any, there: Move, back: Move, tensor: torch.Tensor, beside: bool, again: Gathering | None
+    ) -> torch.Tensor:
+        ctx.back, ctx.beside, ctx.again = back, beside, again
         found = there(tensor)
         return found.view_as(found) if found is tensor else found
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return None, None, ctx.back(grads[0])
+        if ctx.again is not None:
+            ctx.again.end()
+        if ctx.beside:
+            begin_filling()
+        return None, None, ctx.back(grads[0]), None, None
 
 
 # -- ops that need more than their own part ---------------------------------------------------------------------------
@@ -161,16 +253,20 @@ class _Exchanged(torch.autograd.Function):
 class Drawn(nn.Module):
     """A random op that draws for a whole tensor, of which each member has a part.  cut: of its operand and results,
     None where all have all.  order: of the axes in the memory of the operand in the whole program, since numbers are
-    drawn in that order.  places: of a slice of tokens in the whole sequence."""
+    drawn in that order.  places: of a slice of tokens in the whole sequence.  rows: for `rng.keyed_rows`, where
+    replicas have some of the rows; None where all have all."""
 
-    def __init__(self, members: Members, cut: Cut | None, order: Sequence[int], places: Places = ()) -> None:
+    def __init__(
+        self, members: Members, cut: Cut | None, order: Sequence[int], places: Places = (), rows: Rows | None = None
+    ) -> None:
         super().__init__()
         self._members, self._cut, self._order, self._places = members, cut, tuple(order), places
+        self._draw = keyed if rows is None else lambda op, number, *given: keyed_rows(op, number, *rows, *given)
 
     def forward(self, op: Any, number: int, tensor: torch.Tensor, *arguments: Any) -> Any:
         """Return this member's part of what the op returns."""
         places = self._own(tensor)
-        return own_of(keyed(op, number, among_all(tensor, places, self._order), *arguments), places)
+        return own_of(self._draw(op, number, among_all(tensor, places, self._order), *arguments), places)
 
     def _own(self, tensor: torch.Tensor) -> Places:
         """Return where this member's part lies in the whole, the last axis first."""

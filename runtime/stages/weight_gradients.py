@@ -9,6 +9,11 @@ A product that makes the gradient of a weight needs nothing but two tensors, and
 it can run later than the backward of its use (Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2).
 Then the sum that a gradient is has the same addends in another order: what autograd adds in a backward comes before the
 products of that micro-batch, and they may come behind those of later micro-batches.
+
+Ranks that compute parts of the same values exchange some inside of a backward (`shard_group`).  Where a device moves
+bytes while it computes, products that make gradients of weights run meanwhile, as in Megatron-LM (in its
+`tensor_parallel/layers.py` the sum of the input's gradient overlaps with the weight's product): from the first exchange
+of a backward on they wait for the next one (`fill`), and what is left runs at its end.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -29,6 +34,16 @@ _PIECE_BYTES = 4 << 20
 """Of a product that is made before it is added: a piece of it is still in the cache then, and no plan counts it."""
 
 
+Factor = torch.Tensor | Callable[[], torch.Tensor]
+
+
+class Source(Protocol):
+    """Gives what a product reads once more in the backward, from the part of it that this rank keeps."""
+
+    def begin(self, part: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begin to make it, once for all its readers, and return what waits for it."""
+
+
 @dataclass(slots=True)
 class WeightGradient:
     """What one use of a weight contributes to its gradient, before it is computed: left^T @ right.
@@ -36,29 +51,34 @@ class WeightGradient:
     It holds all that the product needs, so the product may run at any time after the backward of its use.  parameter:
     whose `.grad` gets it; it may be in another precision than the factors.  left: (rows of the micro-batch, rows of the
     weight).  right: (rows of the micro-batch, columns of the weight).  A factor that is a view of a
-    gradient holds that gradient, so that autograd does not take its memory for another one that it adds to.
+    gradient holds that gradient, so that autograd does not take its memory for another one that it adds to.  A factor
+    that is on its way is a function that waits for it.
     """
 
     parameter: torch.Tensor
-    left: torch.Tensor
-    right: torch.Tensor
+    left: Factor
+    right: Factor
 
     def add(self) -> None:
         """Compute the product and add it to the parameter's `.grad`; without one it becomes the `.grad`."""
-        parameter, left = self.parameter, self.left.t()
+        parameter, left, right = self.parameter, _made(self.left).t(), _made(self.right)
         total = parameter.grad
         if total is not None and total.layout == torch.strided:
             if total.dtype != left.dtype:  # half precision: rounded as autograd would, and added in fp32
-                total.add_(multiply(left, self.right))
-            elif takes_onednn(left, self.right):  # a few rows at a time, as it cannot add to what is there
+                total.add_(multiply(left, right))
+            elif takes_onednn(left, right):  # a few rows at a time, as it cannot add to what is there
                 rows = max(1, _PIECE_BYTES // total[:1].nbytes)
                 for part, own in zip(torch.split(total, rows), torch.split(left, rows), strict=True):
-                    part.add_(multiply(own, self.right))
+                    part.add_(multiply(own, right))
             else:
-                total.addmm_(left, self.right)
+                total.addmm_(left, right)
             return
-        made = multiply(left, self.right).to(gradient_dtype(parameter))
+        made = multiply(left, right).to(gradient_dtype(parameter))
         parameter.grad = made if total is None else made + total  # a sparse one is that of an embedding
+
+
+def _made(factor: Factor) -> torch.Tensor:
+    return factor if isinstance(factor, torch.Tensor) else factor()
 
 
 _later: list[WeightGradient] | None = None
@@ -92,6 +112,32 @@ def add_all(gradients: list[WeightGradient], complete: Callable[[torch.Tensor], 
                 complete(gradient.parameter)
 
 
+# ---- beside exchanges ------------------------------------------------------------------------------------------------
+
+_waiting: dict[int, list[WeightGradient]] = {}
+"""By the number of a backward that is running, the products that wait for an exchange in it."""
+
+
+def begin_filling() -> None:
+    """Let products of the backward that is running wait for its exchanges, unless they wait for more already."""
+    task = torch._C._current_graph_task_id()
+    if _later is None and task not in _waiting:
+        _waiting[task] = []
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: add_all(_waiting.pop(task)))
+
+
+def fill() -> None:
+    """Compute products that wait for an exchange, which has begun: all but the largest, which is for the next one.
+
+    Without others it is computed."""
+    waiting = _waiting.get(torch._C._current_graph_task_id()) if _waiting else None
+    if waiting:
+        sizes = [gradient.parameter.numel() for gradient in waiting]
+        kept = [waiting.pop(sizes.index(max(sizes)))] if len(waiting) > 1 else []
+        add_all(waiting)
+        waiting += kept
+
+
 class _Product(torch.autograd.Function):
     """A product whose backward adds the weight's gradient to `.grad`.  The tuple hides the parameter from autograd."""
 
@@ -103,11 +149,13 @@ class _Product(torch.autograd.Function):
         bias: torch.Tensor | None,
         parameter: tuple[torch.Tensor],
         transposed: bool,
+        again: tuple[torch.Tensor, Source] | None,
     ) -> torch.Tensor:
-        ctx.parameter, ctx.transposed = parameter[0], transposed
+        ctx.parameter, ctx.transposed, ctx.shape = parameter[0], transposed, x.shape
         ctx.bias_shape = None if bias is None else bias.shape
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, weight)
+        kept, ctx.source = (x, None) if again is None else again
+        ctx.save_for_backward(kept, weight)
         return multiply(x, weight.t() if transposed else weight, bias)
 
     @staticmethod
@@ -115,19 +163,37 @@ class _Product(torch.autograd.Function):
         assert not torch.is_grad_enabled()  # what is added has no derivative; a wrapper that says so costs 5 us a call
         (grad,) = grads
         if grad is None:
-            return None, None, None, None, None
+            return None, None, None, None, None, None
         x, weight = ctx.saved_tensors
-        shape, needed = x.shape, ctx.needs_input_grad
-        if _later is not None:
+        shape, needed, source = ctx.shape, ctx.needs_input_grad, ctx.source
+        waiting = _later
+        if waiting is None and _waiting:
+            waiting = _waiting.get(torch._C._current_graph_task_id())
+        if waiting is not None:
             x = x.detach()  # it would keep what it was made by
-        rows, grad = x.reshape(-1, shape[-1]), grad.reshape(-1, grad.shape[-1])
+        grad = grad.reshape(-1, grad.shape[-1])
+        rows = x.reshape(-1, shape[-1]) if source is None else _rows(source.begin(x), shape[-1])
         gradient = WeightGradient(ctx.parameter, *((grad, rows) if ctx.transposed else (rows, grad)))
-        if _later is not None:
-            _later.append(gradient)
-        else:
+        if waiting is not None:
+            waiting.append(gradient)
+        elif source is None:
             gradient.add()
         back = multiply(grad, weight if ctx.transposed else weight.t()).view(shape) if needed[0] else None
-        return back, None, grad.sum_to_size(ctx.bias_shape) if needed[2] else None, None, None
+        if waiting is None and source is not None:  # it came meanwhile
+            gradient.add()
+        return back, None, grad.sum_to_size(ctx.bias_shape) if needed[2] else None, None, None, None
+
+
+def _again(x: torch.Tensor) -> tuple[torch.Tensor, Source] | None:
+    """Return this rank's part of a value that is made again in the backward, and what makes it; None if it is kept.
+    Also of a view of all of it."""
+    base = x if x._base is None else x._base
+    found: tuple[torch.Tensor, Source] | None = getattr(base, "again", None)
+    return found if found is None or (x.is_contiguous() and x.numel() == base.numel()) else None
+
+
+def _rows(begun: Callable[[], torch.Tensor], columns: int) -> Callable[[], torch.Tensor]:
+    return lambda: begun().reshape(-1, columns)
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transposed: bool) -> torch.Tensor:
@@ -140,5 +206,5 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tr
         return multiply(x, weight.t() if transposed else weight, bias)
     if leaf is None or (bias is not None and bias.dim() > 1):
         return times(x, weight.t() if transposed else weight, bias)
-    made: torch.Tensor = _Product.apply(x, weight, bias, (leaf,), transposed)  # type: ignore[no-untyped-call]
+    made: torch.Tensor = _Product.apply(x, weight, bias, (leaf,), transposed, _again(x))  # type: ignore[no-untyped-call]
     return made

@@ -234,7 +234,8 @@ class ReplicaSums:
             self._parts = parts_of(owned, self._kept.bucket_bytes)
             self._whole = len(self._parts)
             if self._alike is not None:
-                self._parts += parts_of([(parameters[n], None) for n in self._kept.parted], self._kept.bucket_bytes)
+                parted = [(parameters[name], self._kept.owners.get(name)) for name in self._kept.parted]
+                self._parts += parts_of(parted, self._kept.bucket_bytes)
         self._launched = 0
         self._buckets = [Bucket.of(*part) for part in self._parts]
         self._group_of = {id(bucket): self._alike for bucket in self._buckets[self._whole :]}

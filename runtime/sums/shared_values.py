@@ -9,7 +9,7 @@ place, small ones together.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -25,15 +25,18 @@ ALONE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """Which replica of a stage keeps the optimizer state of which parameter.
+    """Which rank of a stage keeps the optimizer state of which parameter, of those that hold the same.
 
-    owners: the rank that owns each trained parameter, in the order in which the forward reads them; empty without ZeRO.
-    bucket_bytes: of values that are sent together.
+    ranks: all of the stage, or those that have the same piece of each parameter (parted).  owners: the rank that owns
+    each trained parameter, in the order in which the forward reads them.  bucket_bytes: of values that are sent
+    together.
     """
 
+    stage: int
     ranks: tuple[int, ...]
-    owners: Mapping[str, int] = field(default_factory=dict)
+    owners: Mapping[str, int]
     bucket_bytes: int = BUCKET_BYTES
+    parted: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -80,25 +83,26 @@ class _Part:
 class SharedValues:
     """The parameters of this rank's stages.  Making one opens the groups of all stages, which is collective.
 
-    stages: who owns what, by stage.  tensors: what this rank holds, by name.
+    sharing: who owns what, in the order of stages.  tensors: what this rank holds, by name.  owners: the ranks that own
+    what this one holds.
     """
 
-    def __init__(self, world: World, stages: Sequence[Sharing], tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, world: World, sharing: Sequence[Sharing], tensors: Mapping[str, torch.Tensor]) -> None:
         self._world = world
         self._tensors = tensors
         self._parts: list[_Part] = []
-        self._stages: list[tuple[int, Sharing, dist.ProcessGroup]] = []
+        self._shared: list[tuple[Sharing, dist.ProcessGroup]] = []
         self.owners: dict[str, int] = {}
         sent: set[tuple[frozenset[int], str]] = set()
-        for number, stage in enumerate(stages):
-            if stage.owners:
-                group = world.group(stage.ranks, purpose="replicas" if world.overlaps else "")
-                members = frozenset(stage.ranks)
-                once = {name: owner for name, owner in stage.owners.items() if (members, name) not in sent}
-                sent.update((members, name) for name in once)  # by an earlier stage of the same ranks
-                if world.rank in stage.ranks:
-                    self.owners.update(stage.owners)
-                    self._stages.append((number, replace(stage, owners=once), group))
+        for each in sharing:
+            of_all = "replicas" if world.overlaps else ""
+            group = world.group(each.ranks, purpose="pieces" if each.parted else of_all)
+            members = frozenset(each.ranks)
+            once = {name: owner for name, owner in each.owners.items() if (members, name) not in sent}
+            sent.update((members, name) for name in once)  # by an earlier stage of the same ranks
+            if world.rank in each.ranks:
+                self.owners.update(each.owners)
+                self._shared.append((replace(each, owners=once), group))
         self._dealt: dict[int, list[list[str]]] = {}
 
     def drop_foreign_gradients(self) -> None:
@@ -129,13 +133,13 @@ class SharedValues:
 
     def begin(self, only: int | None = None) -> None:
         """Send the values of one stage, or of all stages of this rank.  Collective over the stage's replicas."""
-        for number, stage, group in self._stages:
-            if only not in (None, number):
+        for number, (shared, group) in enumerate(self._shared):
+            if only not in (None, shared.stage):
                 continue
             if number not in self._dealt:
-                self._dealt[number] = list(parts_of(stage.owners, self._tensors, stage.bucket_bytes))
+                self._dealt[number] = list(parts_of(shared.owners, self._tensors, shared.bucket_bytes))
             for names in self._dealt[number]:
-                owner = stage.owners[names[0]]
+                owner = shared.owners[names[0]]
                 part = _Part.of([self._tensors[name] for name in names], owner, mine=owner == self._world.rank)
                 self._parts.append(part)
                 if self._world.overlaps:

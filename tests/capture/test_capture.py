@@ -344,23 +344,6 @@ def test_random_ops_draw_by_key_and_deterministic_ones_are_left_alone():
     assert [op.target for op in captured.graph.ops if op.random] == ["aten.native_dropout.default", "aten.rand.default"]
 
 
-class Recurrent(nn.Module):
-    def __init__(self, cell: type[nn.Module], dropout: float) -> None:
-        super().__init__()
-        self.cell = cell(4, 4, num_layers=2, dropout=dropout, batch_first=True)
-
-    def forward(self, x):
-        return self.cell(x)[0].square().mean()
-
-
-@pytest.mark.filterwarnings("ignore:forward\\(\\) assigns attribute:autopart.CaptureWarning")
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-@pytest.mark.parametrize("cell", [nn.LSTM, nn.GRU, nn.RNN])
-def test_a_recurrent_cell_draws_random_numbers_only_for_its_dropout(cell, dropout):
-    graph = capture(Recurrent(cell, dropout), flatten(torch.randn(4, 3, 4))).graph
-    assert any(op.random for op in graph.ops) == (dropout > 0)
-
-
 def test_reentrant_gradient_checkpointing_is_warned_of_and_exact():
     def body(m, x):
         return torch.utils.checkpoint.checkpoint(m.second, m.first(x), use_reentrant=True).sum()

@@ -73,19 +73,18 @@ def test_a_checkpoint_is_loaded_into_pieces_and_from_pieces(
         assert (result["own"]["first.weight"] == PIECES["first.weight"]) == then
 
 
-def test_pieces_move_to_another_plan(pair: Workers) -> None:
+@pytest.mark.parametrize("optimized", [False, True])
+def test_pieces_move_to_another_plan(optimized: bool, pair: Workers) -> None:
     shapes: dict[str, tuple[int, ...]] = {}
     model = block()
     model.load_state_dict({name: tensor + 1 for name, tensor in model.state_dict().items()})
-    for before, after, loss, own in pair.run(own_sharding.adopted, False):
+    for before, after, loss, own in pair.run(own_sharding.adopted, optimized):
         require_state(before[0], model)
         for was, now in zip(before, after, strict=True):
             assert all(torch.equal(now[name], tensor) for name, tensor in was.items())
         assert loss == pytest.approx(model(batch(9)).item(), rel=1e-12)
         shapes |= own
     assert shapes["first.weight"] == (8, 6)
-    with pytest.raises(autopart.UsageError, match=r"first\.weight is held in pieces, whose optimizer state cannot"):
-        pair.run(own_sharding.adopted, True)
 
 
 def test_verify_compares_pieces_with_one_process(pair: Workers) -> None:

@@ -25,6 +25,8 @@ PARTS = {
     ],
     "state": [
         "e2e/plans/test_zero.py",
+        "e2e/plans/test_pieces_of_state.py",
+        "e2e/plans/test_pieces_that_move.py",
         "e2e/training/test_precision.py",
         "e2e/training/test_master_weights.py",
         "e2e/data/test_batch_statistics.py",

@@ -10,8 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -19,11 +18,11 @@ from torch import nn
 from autopart.files.checkpoints.document import OptimizerState
 from autopart.ir.errors import CheckpointError, UsageError
 from autopart.ir.graph import Graph
-from autopart.ir.shares import overlap, whole
+from autopart.ir.shares import Piece, overlap, whole
 from autopart.runtime.group.world import World
 from autopart.runtime.messages.moves import move_tensors
 from autopart.session.executors.context import RankContext
-from autopart.session.placement import Placement, routes
+from autopart.session.placement import Moving, Placement, move_pieces, routes
 from autopart.session.ranks.agreement import together
 from autopart.session.session import Session
 from autopart.state.contents import driven_names
@@ -31,20 +30,18 @@ from autopart.state.core import Core
 from autopart.state.optimizers import Key, Optimizers, give_state, groups_with, joined, state_of
 
 _MOVING = "moving the optimizer's state to another plan"
-T = TypeVar("T")
 
 
 def carrying(core: Core, optimizers: Optimizers) -> Callable[[RankContext], None]:
     """Check this rank's optimizers, and return what moves its state once the ranks hold what another plan gives them.
 
     Collective, and so is what is returned.  Raises UsageError on all ranks, before anything is changed, for state that
-    has no name, and for optimizers that differ between ranks.  Bytes sent: of the state of the parameters that move,
-    each from one rank to the ranks that keep it now."""
+    has no name or is not cut like its parameter, and for optimizers that differ between ranks.  Bytes sent: of the
+    state of the parameters that move, each piece from one rank to the ranks that keep some of it now."""
     session = core.session
     world = session.world
     if not any(world.reduce_numbers([float(bool(optimizers))])):
         return lambda _: None
-    require_whole(session.standing.context)
     with together(world, _MOVING):
         names = driven_names(core)
         try:
@@ -54,60 +51,117 @@ def carrying(core: Core, optimizers: Optimizers) -> Callable[[RankContext], None
     kinds = {key: torch.empty_like(tensor, device="meta") for key, tensor in tensors.items()}
     told = world.gather_objects((state, kinds))
     try:
-        whole = joined([each for each, _ in told])
+        whole_state = joined([each for each, _ in told])
     except CheckpointError as error:
         raise world.known(_not_carried(error)) from error
-    assert whole is not None
-    where: dict[Key, torch.Tensor] = {}
-    having: dict[Key, list[int]] = {}
-    for rank, (_, own) in enumerate(told):
-        for key, kind in own.items():
-            where.setdefault(key, kind)
-            having.setdefault(key, []).append(rank)
+    assert whole_state is not None
+    shapes = {name: tuple(p.shape) for name, p in session.captures.trained.named_parameters()}
+    moving = _StateInPieces(session.standing.context.placement, shapes, [own for _, own in told])
+    moving.require_cut(world, session.standing.context.placement)
 
     def moved(context: RankContext) -> None:
-        require_whole(context)
-        wanting = {piece.name: ranks for piece, ranks in context.placement.keepers.items()}
-        arriving = {
-            key: torch.empty_like(kind, device="cpu" if key[1] == "step" else world.device)
-            for key, kind in where.items()
-            if world.rank in wanting.get(key[0], ()) and world.rank not in having[key]
-        }
-        sizes = {key: kind.nbytes for key, kind in where.items()}
-        found = spread(having, {key: wanting.get(key[0], ()) for key in where}, sizes)
-        routes = [(_joined(key), source, target) for key, source, target in found]
-        here = tensors | arriving
-        move_tensors(world, routes, {_joined(key): tensor for key, tensor in here.items()})
-        _give(optimizers, whole, here, _kept(session, context, optimizers, names), core.placeholder)
+        moving.require_cut(world, context.placement)
+        here = tensors | moving.move(context, tensors)
+        _give(optimizers, whole_state, here, _kept(session, context, optimizers, names), core.placeholder)
 
     return moved
 
 
-def require_whole(context: RankContext) -> None:
-    """Raise UsageError, on all ranks alike, if the ranks hold a parameter in pieces."""
-    for name in context.placement.cuts:
-        fix = "pipe.save(folder, optimizer), close the pipe, compile the other plan and pipe.load(folder, optimizer)"
-        raise context.world.known(UsageError(f"{name} is held in pieces, whose optimizer state cannot move", fix=fix))
+class _StateInPieces:
+    """The optimizer state of all ranks: which rank has which piece of it.
+
+    placement: of the present plan.  shapes: of whole parameters.  told: what each rank has, without values."""
+
+    def __init__(
+        self, placement: Placement, shapes: Mapping[str, tuple[int, ...]], told: Sequence[Mapping[Key, torch.Tensor]]
+    ) -> None:
+        self._shapes = shapes
+        self._kinds: dict[Key, torch.Tensor] = {}
+        self._having: dict[Piece, list[int]] = {}
+        self._sizes: dict[Piece, int] = {}
+        self._unlike: set[Key] = set()
+        for rank, own in enumerate(told):
+            for key, kind in own.items():
+                piece = placement.piece(rank, key[0]) if kind.dim() else whole(key[0])
+                self._kinds.setdefault(key, kind)
+                self._having.setdefault(_of_state(key, piece), []).append(rank)
+                self._sizes.setdefault(_of_state(key, piece), kind.nbytes)
+                if kind.dim() and tuple(kind.shape) != self._shape(key, piece):
+                    self._unlike.add(key)
+        for key, kind in self._kinds.items():
+            if kind.dim() and any(_of_state(key, piece) not in self._having for piece in placement.pieces(key[0])):
+                self._unlike.add(key)
+
+    def _shape(self, key: Key, piece: Piece) -> tuple[int, ...]:
+        """Return the shape of the state of a piece that is cut like it."""
+        found = self._shapes.get(key[0], tuple(self._kinds[key].shape))
+        return tuple(size // (piece.parts if axis == piece.axis else 1) for axis, size in enumerate(found))
+
+    def require_cut(self, world: World, placement: Placement) -> None:
+        """Raise UsageError, on all ranks alike, for state of a parameter in pieces that is not cut like it."""
+        for name, key in sorted(self._unlike):
+            if name in placement.cuts:
+                fix = "use an optimizer whose state is of the shape of each parameter, or a plan that does not cut it"
+                what = (
+                    f"the state {key!r} of {name} cannot move: {name} is held in pieces, and its state is not cut alike"
+                )
+                raise world.known(UsageError(what, fix=fix))
+
+    def move(self, context: RankContext, tensors: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
+        """Return what this rank keeps now of which it had another piece, or nothing.  Collective.
+
+        context: of the other plan.  tensors: the state that this rank has."""
+        placement, world = context.placement, context.world
+        wanting: dict[Piece, tuple[int, ...]] = {}
+        for key, kind in self._kinds.items():
+            for piece in placement.pieces(key[0]):
+                wanted = _of_state(key, piece if kind.dim() else whole(key[0]))
+                wanting[wanted] = wanting.get(wanted, ()) + placement.keepers.get(piece, ())
+        found = spread(self._having, wanting, self._sizes)
+        mine = {piece.name for (_, piece), _, target in found if target == world.rank}
+        made: dict[Key, torch.Tensor] = {}
+        for key, kind in self._kinds.items():
+            if _joined(key) in mine:
+                alike = kind.dim() and key not in self._unlike
+                shape = self._shape(key, placement.piece(world.rank, key[0])) if alike else kind.shape
+                made[key] = torch.empty(shape, dtype=kind.dtype, device="cpu" if key[1] == "step" else world.device)
+        before, after = ({_joined(key): each for key, each in of.items()} for of in (tensors, made))
+        move_pieces(world, found, before, after)
+        return made
 
 
 def spread(
-    having: Mapping[T, Sequence[int]], wanting: Mapping[T, Sequence[int]], sizes: Mapping[T, int]
-) -> list[tuple[T, int, int]]:
-    """Return routes to every rank that wants a tensor and lacks it, from the one that sends fewest bytes until then
-    among those that have it.  O(routes * ranks that have a tensor)."""
-    routes: list[tuple[T, int, int]] = []
+    having: Mapping[Piece, Sequence[int]], wanting: Mapping[Piece, Sequence[int]], sizes: Mapping[Piece, int]
+) -> list[Moving]:
+    """Return routes to every rank that wants a piece and lacks it, from every piece that has some of it: from the rank
+    itself, else from the one that sends fewest bytes until then among those that have it.
+
+    sizes: of the pieces that ranks have, in bytes.  O(routes * ranks that have a piece)."""
+    sources: dict[str, list[Piece]] = {}
+    for piece in having:
+        sources.setdefault(piece.name, []).append(piece)
+    found: list[Moving] = []
     sent: Counter[int] = Counter()
-    for key, sources in having.items():
-        for target in wanting[key]:
-            if target not in sources:
-                source = min(sources, key=lambda rank: (sent[rank], rank))
-                sent[source] += sizes[key]
-                routes.append((key, source, target))
-    return routes
+    for piece, targets in wanting.items():
+        for target in targets if piece.name in sources else ():
+            for source in sources[piece.name] if target not in having.get(piece, ()) else ():
+                share, ranks = overlap(source, piece), having[source]
+                if share and target in ranks:
+                    found.append(((source, piece), target, target))
+                elif share:
+                    rank = min(ranks, key=lambda rank: (sent[rank], rank))
+                    sent[rank] += int(sizes[source] * source.parts * share)
+                    found.append(((source, piece), rank, target))
+    return found
 
 
 def _joined(key: Key) -> str:
     return "\0".join(key)
+
+
+def _of_state(key: Key, piece: Piece) -> Piece:
+    """Return the piece of a part of the optimizer's state that belongs to a piece of its parameter."""
+    return replace(piece, name=_joined(key))
 
 
 def _kept(
@@ -184,14 +238,16 @@ def moved_bytes(graph: Graph, old: Placement, new: Placement, kept: Sequence[Kep
         pairs[source, target] += int(sizes.get(piece.name, 0) * overlap(piece, needed))
     for (piece, needed), source, target in routes(old.owners, old.keepers, new.keepers):
         pairs[source, target] += int(beside.get(piece.name, 0) * piece.parts * overlap(piece, needed))
-    having: dict[str, list[int]] = {}
-    state: dict[str, int] = {}
+    having: dict[Piece, list[int]] = {}
+    state: dict[Piece, int] = {}
     for rank, own in enumerate(kept):
         for name, size in own.state.items():
-            having.setdefault(name, []).append(rank)
-            state.setdefault(name, size)
-    for name, source, target in spread(having, {name: new.keepers.get(whole(name), ()) for name in having}, state):
-        pairs[source, target] += state[name]
+            having.setdefault(old.piece(rank, name), []).append(rank)
+            state.setdefault(old.piece(rank, name), size)
+    names = dict.fromkeys(piece.name for piece in having)
+    wanting = {piece: new.keepers.get(piece, ()) for name in names for piece in new.pieces(name)}
+    for (piece, needed), source, target in spread(having, wanting, state):
+        pairs[source, target] += int(state[piece] * piece.parts * overlap(piece, needed))
     return dict(pairs)
 
 

@@ -22,7 +22,7 @@ from autopart.ir.plan import Alternative, Plan
 from autopart.ir.timeline import Timeline, stage_sums
 from autopart.report.comparison import Answer
 from autopart.report.critical_path import Link, what_limits
-from autopart.report.plan_table import COST_DESCRIPTIONS, parameter_count, rank_spans
+from autopart.report.plan_table import COST_DESCRIPTIONS, divided, parameter_count, rank_spans
 
 _PERCENT = re.compile(r"^[+-][\d.]+%,? ?")
 """What the reason of an alternative begins with, and a column of its own has."""
@@ -144,7 +144,8 @@ def stages(plan: Plan, modules: Sequence[Sequence[str]], measured: Timeline | No
     known, times = plan.estimates, stage_times(measured) if measured is not None else {}
     rows, more = [], []
     for s, stage in enumerate(plan.stages):
-        row = {"stage": count(s), "ranks": words(rank_spans(stage.ranks)), "modules": words(module_range(modules[s]))}
+        row = {"stage": count(s), "ranks": words(rank_spans(stage.ranks) + divided(stage))}
+        row["modules"] = words(module_range(modules[s]))
         row["ops"] = count(len(stage.ops))
         if known:
             row |= {"forward": duration(known[s].fwd_ns), "backward": duration(known[s].bwd_ns)}
@@ -291,6 +292,8 @@ def provenance(plan: Plan) -> list[tuple[str, str]]:
         ("costs", COST_DESCRIPTIONS.get(made.costs, made.costs)),
         ("optimizer state", "shared by the replicas of a stage" if decision.zero else "whole on every replica"),
     ]
+    if decision.shards > 1:
+        found.append(("tensor parallelism", f"{decision.shards} ranks divide the weights and the work of each replica"))
     if decision.token_slices:
         found.append(("slices of tokens", " ".join(map(str, decision.token_slices))))
     return [(name, printable(text)) for name, text in found]

@@ -121,7 +121,7 @@ def training_program(
     """Return the verified program of a training step.  prologue: as for `routing.route`.  placement: of the plan.
     statistics: stages whose replicas share batch statistics.  Raises ProgramError, and RefusedError
     (`require_buffers_in_order`)."""
-    sharing = tuple(number for number, stage in enumerate(placement.sharing) if stage.owners)
+    sharing = {each.stage for each in placement.sharing}
     routed, parted = route(decision, graph, prologue, sharing, placement.tied), tuple(placement.cuts)
     program = replace(routed, statistics=statistics, parted=parted)
     check_program(program, decision.schedule)

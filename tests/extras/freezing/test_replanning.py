@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from support.jobs import replan_jobs as jobs
 from support.workers import Workers
 
 from autopart.extras.freezing.carried import spread
+from autopart.ir.shares import Piece, cut, overlap
 
 pytestmark = pytest.mark.timeout(200)
 STEPS = 8
@@ -73,17 +75,27 @@ def test_an_optimizer_that_was_left_behind_is_refused(pair: Workers) -> None:
         assert "before the plan was changed" in error.what and "pipe.adopt(plan, optimizer)" in error.fix
 
 
-@given(st.integers(2, 5).flatmap(lambda ranks: st.lists(
-    st.tuples(st.sets(st.integers(0, ranks - 1), min_size=1), st.sets(st.integers(0, ranks - 1)), st.integers(0, 9)),
-    max_size=12,
-)))  # fmt: skip
-def test_every_rank_that_lacks_a_tensor_gets_it_once_from_one_that_has_it(
-    given_tensors: list[tuple[set[int], set[int], int]],
+PARTS = st.sampled_from([(0, 1, 1), (0, 2, 1), (0, 3, 1), (0, 4, 1), (1, 2, 1), (0, 2, 3)])
+"""The axis, parts and blocks of a tensor."""
+
+
+@given(st.lists(st.tuples(PARTS, PARTS, st.integers(1, 2), st.integers(1, 2), st.integers(0, 9)), max_size=8))
+def test_every_rank_that_lacks_a_piece_gets_all_of_it_from_ranks_that_have_it(
+    tensors: list[tuple[tuple[int, int, int], tuple[int, int, int], int, int, int]],
 ) -> None:
-    having: Mapping[Any, list[int]] = {(f"p{i}", "m"): sorted(has) for i, (has, _, _) in enumerate(given_tensors)}
-    wanting = {(f"p{i}", "m"): sorted(wants) for i, (_, wants, _) in enumerate(given_tensors)}
-    sizes = {(f"p{i}", "m"): size for i, (_, _, size) in enumerate(given_tensors)}
+    """Each rank has one piece before, and wants one."""
+    having: dict[Piece, list[int]] = {}
+    wanting: dict[Piece, list[int]] = {}
+    sizes: dict[Piece, int] = {}
+    for number, (before, after, had, wanted, size) in enumerate(tensors):
+        for ranks, (axis, parts, blocks), copies in ((having, before, had), (wanting, after, wanted)):
+            for piece in cut(f"p{number}", axis, parts, blocks):
+                ranks[piece] = [piece.index + copy * parts for copy in range(copies)]
+        sizes |= {piece: size for piece in having if piece.name == f"p{number}"}
     routes = spread(having, wanting, sizes)
-    expected = {(key, target) for key in having for target in wanting[key] if target not in having[key]}
-    assert {(name, target) for name, _, target in routes} == expected and len(routes) == len(expected)
-    assert all(source in having[key] for key, source, _ in routes)
+    got: dict[tuple[Piece, int], Fraction] = {}
+    for (source, piece), rank, target in routes:
+        assert rank in having[source] and (rank == target or target not in having[source])
+        got[piece, target] = got.get((piece, target), Fraction(0)) + overlap(source, piece)
+    lacking = {(piece, target) for piece in wanting for target in wanting[piece] if target not in having.get(piece, ())}
+    assert got == {(piece, target): Fraction(1, piece.parts) for piece, target in lacking}

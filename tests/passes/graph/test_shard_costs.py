@@ -17,7 +17,8 @@ from torch import nn
 from autopart.batch.batch import flatten
 from autopart.capture import capture
 from autopart.files.clusters import parse_cluster
-from autopart.ir.cluster import Cluster
+from autopart.ir.cluster import Cluster, Level, Link
+from autopart.ir.decision import Stage
 from autopart.ir.errors import UsageError
 from autopart.ir.graph import Graph, Size
 from autopart.passes.ops.analytic_costs import analytic_costs
@@ -26,10 +27,12 @@ from autopart.passes.shards.calls import calls_of
 from autopart.passes.shards.choice import choose
 from autopart.passes.shards.costs import GroupCosts, group_sizes, grouped
 from autopart.passes.shards.states import GATHER, SCATTER, transition
-from autopart.passes.simulation.stage_costs import device_types
+from autopart.passes.simulation.charges import StageContext
+from autopart.passes.simulation.stage_costs import Estimator, device_types
 
 WORDS, TOKENS = 32_768, 1024
 NODE = parse_cluster("h100x8")
+FAST = Level(8, Link(0, 10**18))
 
 
 class GatedMlp(nn.Module):
@@ -85,6 +88,7 @@ def test_a_block_costs_at_most_2_percent_more_than_the_solver_proves(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(GroupCosts, "_widths", lambda *_: None)  # the solver's work of an op does not depend on widths
+    monkeypatch.setattr(GroupCosts, "_may_overlap", False)  # nor on what runs beside it
     graph = graph_of(BLOCKS[name])
     rule = costs_of(graph, 8)
     assert held_bytes(graph, rule.assignment) <= SPARE / 8
@@ -114,8 +118,9 @@ def test_a_block_has_two_gathers_and_two_sums_each_way(make: Callable[..., nn.Mo
         assert {word: count for word, count in way.items() if word not in ("keep", "slice")} == moved
 
 
-def test_exchanges_grow_with_rows_and_what_is_gathered_is_kept_whole() -> None:
+def test_exchanges_grow_with_rows_and_what_is_gathered_is_kept_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = graph_of(llama)
+    monkeypatch.setattr(GroupCosts, "_may_overlap", False)
     costs = costs_of(graph, 8)
     wide, whole = costs.graph(Size(4), 0).op_map(), graph.op_map()
     values = graph.value_map()
@@ -130,6 +135,50 @@ def test_exchanges_grow_with_rows_and_what_is_gathered_is_kept_whole() -> None:
     assert wide[product.name].cost.fwd_ns == pytest.approx(part_ns + exchanged, rel=1e-3)
     table = costs.table(Size(4), 0)
     assert [op.cost.bwd_ns for op in costs.graph(Size(4), 0).ops] == table.columns[1].astype(int).tolist()
+
+
+def test_beside_computes_exchanges_of_a_backward_count_where_they_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = graph_of(llama, 3)
+    beside = costs_of(graph, 8).graph(Size(4), 0)
+    monkeypatch.setattr(GroupCosts, "_may_overlap", False)
+    alone = costs_of(graph, 8).graph(Size(4), 0)
+    products = {op.name for op in graph.ops if op.module.endswith(("_proj", "lm_head"))}
+    hidden = again = kept = 0
+    for one, other in zip(beside.ops, alone.ops, strict=True):
+        a, b = one.cost, other.cost
+        assert (a.fwd_ns, a.weight_ns, a.weight_bytes) == (b.fwd_ns, b.weight_ns, b.weight_bytes)
+        assert b.hidden_ns == 0 and a.saved_bytes <= b.saved_bytes
+        assert a.saved_bytes == b.saved_bytes or one.name in products
+        if one.module.startswith("model.layers.1"):
+            hidden, again = hidden + a.hidden_ns, again + a.bwd_ns + a.hidden_ns - b.bwd_ns
+            kept += b.saved_bytes - a.saved_bytes
+    link, x = NODE.levels[0].link, 4 * TOKENS * 4096 * 2
+    exchange_ns = link.latency_ns + x * 7 / 8 * 1e9 / link.bytes_per_s
+    assert 2.4 * exchange_ns < hidden <= 4.01 * exchange_ns  # there are four, and small products of weights
+    assert 0 <= again < 0.2 * hidden  # what products of inputs do not hide of what is gathered once more
+    assert kept == pytest.approx(2 * x * 7 / 8, rel=0.01)
+
+
+def test_gradients_of_whole_parameters_are_summed_once_a_step() -> None:
+    graph = costs_of(graph_of(llama), 8).graph(Size(4), 0)
+    link, params = NODE.levels[0].link, graph.param_map()
+    norm = params["model.norm.weight"]  # bf16, summed in fp32
+    assert norm.once_ns == int(2 * 7 / 8 * 4096 * 4 * 1e9 / link.bytes_per_s) > 0
+    assert params["model.layers.0.self_attn.q_proj.weight"].once_ns == 0
+    names = tuple(op.name for op in graph.ops)
+    estimator = Estimator(NODE, costs_of(graph_of(llama), 8))
+    without = Estimator(NODE, replace(estimator.cost_model, cluster=replace(NODE, levels=(FAST,))))
+    context = StageContext(Stage(names, (0,)), 4, 1, 1, True, 1, 0, 0, 0)
+    found, other = estimator.stage(context), without.stage(context)
+    assert found.optimizer_ns - other.optimizer_ns == sum(p.once_ns for p in graph.params)
+
+
+def test_all_ranks_of_a_group_send_through_the_ports_of_their_host() -> None:
+    hosts = parse_cluster("h100x8:4")
+    outer = hosts.levels[1].link
+    assert grouped(hosts, 8).levels[0].link == replace(outer, bytes_per_s=outer.bytes_per_s // 8)
+    inner, ports = (level.link for level in grouped(hosts, 2).levels)
+    assert inner == hosts.levels[0].link and ports.bytes_per_s == outer.bytes_per_s // 2
 
 
 def test_small_parts_of_products_fill_less_of_a_device() -> None:

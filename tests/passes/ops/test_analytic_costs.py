@@ -124,6 +124,10 @@ SAVING: dict[str, Callable[[nn.Module, torch.Tensor], torch.Tensor]] = {
     "views": lambda s, x: (s.a(x).mT.flatten(1).exp() * 2).sum(),
     "attention": lambda s, x: (s.a(x) @ s.b(x).mT).softmax(-1).matmul(x).sum(),
     "product": lambda s, x: (s.a(x) * s.a(x).sigmoid() / (1 + s.b(x) ** 2)).mean(),
+    "pool of a line": lambda s, x: F.avg_pool1d(s.a(x), 2).exp().sum(),
+    "pool of a plane": lambda s, x: F.avg_pool2d(s.a(x) * 2, 2).sum(),
+    "nearest": lambda s, x: F.interpolate(s.a(x)[:, None], scale_factor=2.0, mode="nearest-exact").square().sum(),
+    "group norm": lambda s, x: F.group_norm(s.a(x), 4).sum() + F.group_norm(s.b(x), 16).sum(),
     "frozen head": lambda s, x: (s.a(x.detach()) * 3).sum(),
 }
 

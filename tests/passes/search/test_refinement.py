@@ -15,7 +15,7 @@ from support.oracles.drawn_clusters import drawn, found_for
 
 from autopart.passes.pipeline import _spaces
 from autopart.passes.search import refinement
-from autopart.passes.search.evaluation import Candidate, Search
+from autopart.passes.search.evaluation import Candidate, Search, evaluate
 from autopart.passes.search.layout import Layout
 from autopart.passes.search.refinement import Need, balanced, least_bound, least_ns
 from autopart.passes.search.space import PlanRequest
@@ -57,6 +57,14 @@ def test_no_plan_takes_less_than_what_its_work_takes(seed: int) -> None:
     known = [*found.fitting.values(), *filter(None, [found.nearest])]
     ratios = [least_ns(each.space, each.candidate) / each.step_ns for each in known]
     assert not ratios or 0.3 < max(ratios) <= 1 or len({*found.fine.costs.cluster.devices}) > 1 >= max(ratios)
+
+
+def test_a_branch_does_not_wait_for_the_one_before_it() -> None:
+    g, c = graph("a:100/200 <- x; b:1000/2000 <- x; c:10/20 <- a, b"), cluster(3)
+    request = PlanRequest(((1,),), stages=3)
+    _, space = _spaces(source(g, c), g, Estimator(c, source(g, c).cost_model, overlap=True), request)
+    branches = Candidate((0, 1, 2, 3), (1, 1, 1), 0, 0, Layout(1, 3, 1, (0, 1, 2)), (1,), "1f1b")
+    assert not space.is_chain and 3000 <= least_ns(space, branches) <= evaluate(space, branches).step_ns
 
 
 @given(st.data(), st.integers(1, 4), st.integers(1, 6))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -135,3 +136,15 @@ def test_sums_at_owners_take_as_long_as_for_all_where_gloo_sums(c: Cluster, rank
     assert owners_load(c, ranks) == ring_load(c, ranks, 2)
     gpus = Cluster(tuple(replace(device, kind="cuda") for device in c.devices), c.levels)
     assert owners_load(gpus, ranks) == ring_load(gpus, ranks, 1)
+
+
+def test_the_load_of_a_ring_over_many_nodes_takes_steps_in_proportion_to_its_ranks() -> None:
+    link = Link(0, 10**9, flow_bytes_per_s=10**8)
+
+    def looked_up(ranks: int) -> int:
+        many = Cluster((Device("cuda", 1, FASTEST, 1),) * ranks, (Level(8, link), Level(ranks, link)))
+        with mock.patch.object(Level, "group", autospec=True, side_effect=Level.group) as looked:
+            ring_load(many, tuple(range(ranks)), 2)
+        return looked.call_count
+
+    assert looked_up(512) <= 8 * looked_up(64)

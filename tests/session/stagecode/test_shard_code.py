@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from autopart.ir.errors import PlanError, RefusedError
 from autopart.passes.shards import states as table
 from autopart.passes.shards.choice import choose
 from autopart.passes.shards.states import KEEP, Transition
-from autopart.runtime.stages import shard_group
+from autopart.runtime.stages import shard_group, weight_gradients
 
 EXACT = 1e-10
 FAST = ("gpt2", "llama_tied")
@@ -194,6 +195,44 @@ def test_a_block_has_two_gathers_and_two_scatters_each_way() -> None:
     shorter, inputs = captured_at(case, CASES["gpt2"].data(4, torch.float64))
     errors(shorter, inputs, choose(shorter.graph, 2), two)
     assert one.exchanges - two.exchanges == 2 * 8  # two blocks more
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("name", FAST)
+def test_products_of_weights_beside_exchanges_give_the_same_gradients(
+    name: str, recomputed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured, inputs = captured_case(name)
+    beside: list[int] = []
+    plain = weight_gradients.add_all
+
+    def add_all(gradients: list[Any], complete: Any = None) -> None:
+        beside.append(len(gradients))
+        plain(gradients, complete)
+
+    monkeypatch.setattr(weight_gradients, "add_all", add_all)
+    ops = [op.name for op in captured.graph.ops]
+    groups = [ops[len(ops) // 4 : len(ops) // 2]] if recomputed else []
+    kept, again = Group(2), Group(2)
+    assignment = choose(captured.graph, 2)
+    assert errors(captured, inputs, assignment, kept, again=groups) < EXACT
+    assert not any(beside)  # without products that add by themselves
+    assert errors(captured, inputs, assignment, again, again=groups, in_place=True) < EXACT
+    assert sum(beside) >= 20  # of both members
+    assert again.exchanges > kept.exchanges  # what was gathered for products was not kept
+
+
+def test_what_is_gathered_again_is_not_kept() -> None:
+    members, x = Group(1).member(0), torch.randn(4, 3, requires_grad=True)
+    gather = shard_group.Exchange(members, ("gather", (0, 1), (0, 1)), ("scatter", (0, 1), (0, 1)))
+    weight = nn.Parameter(torch.randn(5, 3))
+    whole = gather(x)
+    seen = weakref.ref(whole)
+    made = weight_gradients.product(whole.view(2, 2, 3), weight, None, True)
+    del whole
+    assert seen() is None  # but a part of it
+    made.sum().backward()
+    assert torch.equal(x.grad, torch.ones(4, 5) @ weight) and torch.equal(weight.grad, torch.ones(5, 4) @ x)
 
 
 def test_a_mean_over_a_cut_axis_is_not_the_mean_of_a_part(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,8 @@ from autopart.passes.tokens.recipe import Recipe
 from autopart.rng import keyed, micro_key
 from autopart.runtime.stages import shard_group
 from autopart.runtime.stages.stage_module import StageModule
+from autopart.runtime.stages.weight_gradients import fill
+from autopart.stagecode.rewrites import accumulate_in_place
 from autopart.stagecode.shards import shard_code
 from autopart.stagecode.split import cut
 from support.oracles.sliced import play_sliced, sliced_stages
@@ -56,9 +58,10 @@ class Group:
 
 class _Member:
     def __init__(self, group: Group, index: int) -> None:
-        self._group, self.index, self.count = group, index, group.count
+        self._group, self.index, self.count, self.beside = group, index, group.count, True
 
     def _all(self, tensor: torch.Tensor) -> torch.Tensor:
+        fill()
         self._group.exchanges += self.index == 0
         self._group.given[self.index] = tensor.detach().clone()
         self._group.barrier.wait()
@@ -72,6 +75,13 @@ class _Member:
 
     def gathered(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._all(tensor)
+
+    def begin_gathering(self, tensor: torch.Tensor) -> Any:
+        found = self._all(tensor)
+        return lambda: found
+
+    def scattered(self, parts: torch.Tensor) -> torch.Tensor:
+        return self._all(parts)[:, self.index].sum(0)
 
 
 def captured_at(model: torch.nn.Module, sample: Any, rows: int = 2) -> tuple[Captured, Tensors]:
@@ -154,14 +164,18 @@ def errors(
     group: Group | None = None,
     expected: Result | None = None,
     again: Sequence[Collection[str]] = (),
+    *,
+    in_place: bool = False,
 ) -> float:
     """Return the largest relative error of the loss and of any gradient, against the same program whole.
 
-    expected: of that (`run_whole`).  again: groups of ops that run again in the backward."""
+    expected: of that (`run_whole`).  again: groups of ops that run again in the backward.  in_place: whether products
+    add gradients of weights by themselves, beside exchanges."""
     graph = captured.graph
 
     def run(member: Any, own: Tensors) -> Result:
-        return _run(shard_code(_code(captured, again), graph, assignment, member), own, inputs)
+        code = shard_code(_code(captured, again), graph, assignment, member)
+        return _run(accumulate_in_place(code, own, deferrable=True) if in_place else code, own, inputs)
 
     group = group or Group(assignment.shards)
     return largest_error(captured, assignment, group, run, expected or run_whole(captured, inputs))

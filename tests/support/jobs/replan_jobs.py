@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import autopart
-from autopart.extras.freezing import carried
 from autopart.extras.freezing.replan import Replanned
 from autopart.runtime.messages import moves
 from autopart.session import placement
@@ -175,7 +174,6 @@ def moved(dtype: torch.dtype) -> tuple[int, int]:
         pipe.model.first.requires_grad_(False)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(placement, "move_tensors", counting)
-            patch.setattr(carried, "move_tensors", counting)
             found = pipe.replan(optimizer, steps=10_000_000)
         assert found.adopted, found.reason
         return found.moved_bytes, sum(sent)

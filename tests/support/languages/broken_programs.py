@@ -85,7 +85,8 @@ def made(name: str) -> tuple[Program, str]:
     world = 1 + max(rank for own in ranks for rank in own)
     shards = (3 if name == "interleaved, groups" else 2) if name in GROUPS else 1
     stages = tuple(Stage((op,), own, shards=shards) for op, own in zip("abcd", ranks, strict=True))
-    return route(Decision(world, stages, (1,) * micros, schedule, order=order), graph(SKIPS)), schedule
+    decision = Decision(world, stages, (1,) * micros, schedule, int(name in GROUPS), order=order)
+    return route(decision, graph(SKIPS)), schedule
 
 
 def mutated(program: Program, draw: Random) -> Program:

@@ -100,7 +100,7 @@ CAUSAL = (
     "decoder_merged", "decoder_written", "decoder_dropout",
 )  # fmt: skip
 """Whose sequences can be cut."""
-SMOOTH = ("tied", "stack", "rotary", "shared_by_all", "aliases", "decoder", "skips")
+SMOOTH = ("tied", "stack", "rotary", "shared_by_all", "aliases", "decoder", "decoder_window", "skips")
 """Whose gradients do not jump where values are rounded to half precision."""
 REAL = (
     "gpt2", "llama", "llama_tied", "mistral", "qwen3", "gemma2", "gpt_neox", "opt", "bert", "roberta", "t5", "vit",
@@ -166,8 +166,7 @@ def drawn(seed: int, world: int, *, model: str = "", compiled: float = 0.0, shar
     if beside:
         if cut and apart.random() < 0.5:  # else ranks seldom have equal parts of all slices
             setup = replace(setup, slices=(4, tokens_of(model) - 4))
-        alone = {"zero": 0, "policies": (), "synced": False, "backend": "eager", "frozen": 0}
-        setup = replace(setup, **alone, masters=False, dtype="float32" if setup.masters else setup.dtype)
+        setup = replace(setup, policies=(), synced=False, backend="eager", frozen=0)
     return replace(setup, rows=rows)
 
 
@@ -230,7 +229,7 @@ def _with_numbers(setup: Setup, draw: random.Random) -> Setup:
     """Draw precision and dtype."""
     kind = draw.random()
     if kind < 0.25 and setup.model not in COUPLED + DRAWING + REAL:
-        model = draw.choice(SMOOTH)
+        model = draw.choice([name for name in SMOOTH if setup.shards == 1 or name in SHARDED[setup.shards]])
         if setup.slices:
             model = "decoder" if tokens_of(setup.model) == 16 else "is_causal"
         half = replace(setup, model=model, dtype="float32", frozen=0, optimizer="momentum")

@@ -140,6 +140,8 @@ class _Play:
             sources = [Action("SF", slot.on(edge.src), stage) for edge in self.program.edges if edge.dst == stage]
             lacking = [send for send in sources if not self.done[rank][send.other_end]]
             rhythm = self.program.rhythm
+            if stage in self.program.owners and not done[Action("G", Slot(stage))]:
+                return f"{action}: the values that others own have not come"
             if rhythm is not None and self.updated[rank, stage] < rhythm.version(stage, action.micro // rhythm.micros):
                 return f"{action}: its weights are not made yet"
         elif action.kind in ("B", "I"):
@@ -215,7 +217,7 @@ class _Play:
             return False
         for rank in members:
             own = [s for s in (group if action.is_a.meets != ALL else range(self.stages)) if rank in self.ranks(s)]
-            if not all(self.backward_ended(rank, stage) for stage in own):
+            if action.kind != "G" and not all(self.backward_ended(rank, stage) for stage in own):
                 self.problem = f"{action} sums before the last backward"
             front = fronts[rank]
             assert front is not None

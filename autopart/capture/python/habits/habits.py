@@ -22,7 +22,9 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import proxy
+from torch.fx.experimental import proxy_tensor
 from torch.utils._device import _device_constructors
 from torch.utils._traceback import CapturedTraceback
 
@@ -164,9 +166,22 @@ def _extracted(original: Callable[..., Any], **how: Any) -> Any:
     return original(**how) if how else _ForwardFrames(sys._getframe(2))
 
 
+def _one_step(original: Callable[..., Any], tokens: torch.Tensor, *args: Any, **options: Any) -> Any:
+    """Return fake results of a recurrent layer, by one step of it: torch would take every one to know their shapes.
+
+    Where its steps become ops of the program, it takes them all.
+    """
+    if not isinstance(tokens, FakeTensor) or proxy_tensor.get_proxy_mode() is not None or len(tokens) < 2:
+        return original(tokens, *args, **options)
+    step, last = original(tokens[:1], *args, **options)
+    return torch.cat([step] * len(tokens)), last
+
+
 PATCHES: tuple[tuple[str, Any], ...] = (
     *(patch for habit in HABITS for patch in habit.patches.items()),
     ("torch.utils._traceback.CapturedTraceback.extract", _extracted),
+    ("torch._decomp.decompositions.one_layer_rnn", _one_step),
+    ("torch._decomp.decompositions.one_layer_lstm", _one_step),
     ("torch.export._trace.print", lambda *_, **__: None),  # export prints a half-made graph
     ("torch.export.exported_program._collect_all_valid_cia_ops", _known_composite_ops),
     # torch would switch off autocast for CUDA without a device; tracing needs only its rules

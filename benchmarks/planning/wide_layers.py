@@ -236,10 +236,10 @@ def main() -> None:
     parser.add_argument("--dry", action="store_true", help="print alone, write no result")
     given = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    if reason := why_not(RANKS):
+    if share_of(RANKS) < 1 and (reason := why_not()):
         raise SystemExit(f"ranks would share cores, which a plan does not expect; {reason}")
     sizes = {name: getattr(given, name) for name in ("width", "layers", "rows", "tokens", "micro_batches")}
-    with parts_of_cores(RANKS) as folders:
+    with parts_of_cores([share_of(RANKS)] * RANKS) as folders:
         cluster = autopart.launch(cluster_of, f"cpu:{RANKS}", folders)[0]
         found = autopart.launch(measure, f"cpu:{RANKS}", folders, cluster, sizes, given.rounds, given.warmup)[0]
     report(found, cluster, sizes, keep=not given.dry)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -29,14 +29,14 @@ def share_of(ranks: int) -> float:
 
 
 @contextmanager
-def parts_of_cores(ranks: int) -> Iterator[list[Path]]:
-    """Create a control group for each rank, and remove them at the end; none where each has a core.  Raises OSError
-    without permission."""
+def parts_of_cores(parts: Sequence[float]) -> Iterator[list[Path]]:
+    """Create a control group for each rank, with its part of a core, and remove them at the end; none where each has a
+    whole one.  Raises OSError without permission."""
     made: list[Path] = []
     try:
-        for rank in range(ranks if share_of(ranks) < 1 else 0):
+        for rank, part in enumerate(parts if min(parts) < 1 else ()):
             made.append(Path(tempfile.mkdtemp(prefix=f"autopart-{rank}-", dir=_root())))
-            _limit(made[-1], round(QUOTA_US / share_of(ranks)))
+            _limit(made[-1], round(QUOTA_US / part))
         yield made
     finally:
         for folder in made:
@@ -60,10 +60,15 @@ def enter(folder: Path) -> None:
     (folder / "cgroup.procs").write_text(str(os.getpid()))
 
 
-def why_not(ranks: int) -> str:
+def leave() -> None:
+    """Take this process, and all of its threads, out of its control group."""
+    enter(_root())
+
+
+def why_not() -> str:
     """Return why ranks cannot have parts of cores here, or an empty string."""
     try:
-        with parts_of_cores(ranks):
+        with parts_of_cores([0.5]):
             return ""
     except OSError as error:
         return f"no control groups of processors: {error}"

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.shared.hosts import why_not
-from benchmarks.shared.quotas import why_not as no_quotas
+from benchmarks.shared import hosts, quotas
 
 ROOT = Path(__file__).parents[2]
 SMALL = {
@@ -25,6 +24,7 @@ SMALL = {
     "planning.ranks": "--only 1024",
     "planning.splits": "--models lstm --rounds 2",
     "planning.start": "--layers 1",
+    "planning.unequal_shares": "--width 128 --rounds 1",
     "planning.wide_layers": "--width 64 --rounds 2 --warmup 1 --dry",
     "papers.terapipe": "",
     "steps.against": "--rounds 2 --warmup 1 --layers 1 --out -",
@@ -50,6 +50,10 @@ SMALL = {
     "gpu.assumed": "--dry-run",
 }
 """The options of a small run."""
+WHY_NOT = {
+    "steps.two_hosts": hosts.why_not, "planning.unequal_shares": quotas.why_not, "planning.wide_layers": quotas.why_not,
+}  # fmt: skip
+"""Say why a benchmark cannot run on this machine."""
 OPTIONS_ALONE = {
     "planning.experts", "planning.report_pages", "planning.unlike", "papers.pipe_transformer",
     "papers.planner_objectives", "papers.published", "training.freezing", "gpu.half_hour",
@@ -79,8 +83,7 @@ def run(words: list[str], results: Path) -> None:
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize("name", SMALL)
 def test_a_benchmark_runs_with_small_sizes(name: str, tmp_path: Path) -> None:
-    reasons = {"steps.two_hosts": why_not, "planning.wide_layers": lambda: no_quotas(4)}
-    if name in reasons and (reason := reasons[name]()):
+    if name in WHY_NOT and (reason := WHY_NOT[name]()):
         pytest.skip(reason)
     shutil.copytree(ROOT / "benchmarks/results", tmp_path / "results")  # some keep what others have recorded
     run(["-m", f"benchmarks.{name}", *SMALL[name].split()], tmp_path / "results")

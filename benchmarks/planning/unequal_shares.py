@@ -1,0 +1,138 @@
+"""Processes with unequal shares of a core: a step as planned for them, and as planned for equal devices.
+
+Gloo ranks with 1 thread, each in a control group whose quota is its share of a core (`shared/quotas.py`): three with 1,
+1/2 and 1/4, four with 1, 2/5, 1/5 and 1/5.  Costs of ops are measured once, in a process with a core for itself; the
+cluster says what share each rank has.  Rounds of the two plans alternate.  A step ends with SGD's.
+
+    python -m benchmarks.planning.unequal_shares              five minutes on idle cores; writes unequal_shares.json
+    python -m benchmarks.planning.unequal_shares --width 128 --rounds 1       small, writes nothing
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import autopart
+from autopart.costs.detect import detect
+from autopart.ir.cluster import Cluster, Device
+from benchmarks.shared.common import ratio, spread, write
+from benchmarks.shared.quotas import enter, leave, parts_of_cores, why_not
+
+SHARES = ((1.0, 0.5, 0.25), (1.0, 0.4, 0.2, 0.2))
+LAYERS, ROWS, STEPS = 24, 512, 8
+OPTIONS: dict[str, Any] = {"loss_fn": nn.functional.mse_loss, "costs": "measured", "optimizer": "sgd"}
+Planned = tuple[Cluster, autopart.Plan]
+FASTER, WITHIN = 1.25, 0.10
+"""What is asked: how many times as fast the step is as under the plan for equal devices, and the error of its time."""
+
+
+def slower(device: Device, share: float) -> Device:
+    """Return a device with a share of the rates of another, under a name of its own."""
+    return replace(
+        device,
+        name=f"{share:g} of a core",
+        flops_per_s=int(device.flops_per_s * share),
+        mem_bytes_per_s=int(device.mem_bytes_per_s * share),
+        rates=tuple((dtype, int(rate * share)) for dtype, rate in device.rates),
+    )
+
+
+def planned(model: nn.Module, batch: Any, device: Device, shares: Sequence[float]) -> dict[str, Planned]:
+    """Return the plan for devices with these shares of a core, and that for as many equal devices, with their cluster.
+
+    Costs of ops are measured here, in a process that has a core for itself.
+    """
+    link = detect(len(shares)).levels
+    kinds = tuple(slower(device, share) for share in shares)
+    clusters = {"planned": Cluster(kinds, link), "equal": Cluster((kinds[0],) * len(shares), link)}
+    return {name: (each, autopart.plan(model, each, sample=batch, **OPTIONS)) for name, each in clusters.items()}
+
+
+def built(width: int) -> tuple[nn.Module, Any]:
+    """Return the model and a batch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(LAYERS) for layer in (nn.Linear(width, width), nn.ReLU())))
+    return model, tuple(torch.randn(2, ROWS, width, generator=torch.Generator().manual_seed(0)))
+
+
+def measure(folders: Sequence[Path], plans: dict[str, Planned], width: int, rounds: int) -> dict[str, list[float]]:
+    """Return, on each rank, the seconds of steps under each plan, with this rank's share of a core."""
+    torch.set_num_threads(1)
+    seconds: dict[str, list[float]] = {name: [] for name in plans}
+    for _ in range(rounds):
+        for name, (cluster, plan) in plans.items():
+            model, batch = built(width)
+            with autopart.compile(model, cluster, sample=batch, plan=plan, loss_fn=OPTIONS["loss_fn"]) as pipe:
+                optimizer = torch.optim.SGD(pipe.parameters(), lr=1e-3)
+                enter(folders[pipe.rank])
+                for number in range(STEPS):
+                    began = time.perf_counter()
+                    pipe.step(batch)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    if number > 1:
+                        seconds[name].append(time.perf_counter() - began)
+                leave()
+    return seconds
+
+
+def _said(plan: autopart.Plan) -> str:
+    stages = [f"{len(stage.ops)} ops on ranks {stage.ranks} in shares {stage.shares}" for stage in plan.stages]
+    return f"{plan.decision.schedule}, {len(plan.micro_rows)} micro-batches, {', '.join(stages)}"
+
+
+def report(
+    shares: Sequence[float], plans: dict[str, Planned], ranks: Sequence[dict[str, list[float]]]
+) -> dict[str, Any]:
+    """Print and return what one set of shares took; the slowest rank counts for each step."""
+    took = {name: [max(step) for step in zip(*(rank[name] for rank in ranks), strict=True)] for name in plans}
+    faster, step = ratio(took["equal"], took["planned"]), spread(took["planned"])
+    predicted = plans["planned"][1].step_ns * 1e-9
+    error = predicted / step.median - 1
+    print(f"shares {shares}: planned {step}\n  for equal devices {spread(took['equal'])}")
+    print(f"  {faster.median:.2f} times as fast [{faster.low:.2f}, {faster.high:.2f}], asked {FASTER}")
+    print(f"  predicted {predicted:.4f} s, {error:+.1%}, asked within {WITHIN:.0%}")
+    for name, (_, plan) in plans.items():
+        print(f"  {name}: {_said(plan)}")
+    return {
+        "shares": shares, "planned": asdict(step), "equal": asdict(spread(took["equal"])), "times as fast":
+        asdict(faster), "predicted": predicted, "error": error,
+        "plans": {name: _said(plan) for name, (_, plan) in plans.items()},
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=5)
+    given = parser.parse_args()
+    if reason := why_not():
+        raise SystemExit(reason)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    device, rows = detect(1).devices[0], []
+    for shares in SHARES:
+        plans = planned(*built(given.width), device, shares)
+        with parts_of_cores(shares) as folders:
+            ranks = autopart.launch(measure, f"cpu:{len(shares)}", folders, plans, given.width, given.rounds)
+        rows.append(report(shares, plans, ranks))
+    claims = dict[str, bool]()
+    for row in rows:
+        what, faster, error = f"{len(row['shares'])} processes", row["times as fast"]["median"], row["error"]
+        claims[f"{what}: {faster:.2f} times as fast as planned for equal devices, at least {FASTER}"] = faster >= FASTER
+        claims[f"{what}: predicted with {error:+.1%}, within {WITHIN:.0%}"] = abs(error) <= WITHIN
+    if (given.width, given.rounds) == (parser.get_default("width"), parser.get_default("rounds")):
+        print("written to", write("unequal_shares", {"claims": claims, "cases": rows}).name)
+
+
+if __name__ == "__main__":
+    main()

@@ -55,7 +55,7 @@ WHY_NOT = {
 }  # fmt: skip
 """Say why a benchmark cannot run on this machine."""
 OPTIONS_ALONE = {
-    "planning.experts", "planning.report_pages", "planning.unlike", "papers.pipe_transformer",
+    "papers.experts", "planning.report_pages", "planning.unlike", "papers.pipe_transformer",
     "papers.planner_objectives", "papers.published", "training.freezing", "gpu.half_hour",
 }  # fmt: skip
 """What takes minutes at its smallest, a browser, or files from elsewhere."""

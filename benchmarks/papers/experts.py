@@ -9,8 +9,8 @@ left to the planner.  GPT-3 is planned without dropout: the kernel of attention 
 Claims: simulated steps with `tensor_parallel="auto"` of at most 62, 100 and 30 s, none longer than an expert's;
 planning takes at most twice the processor time that `plan_speed` records without tensor parallelism, and 2 GB.
 
-    python -m benchmarks.planning.experts              writes results/experts.json
-    python -m benchmarks.planning.experts --only 4096  only matching names; other recorded results are kept
+    python -m benchmarks.papers.experts              writes results/experts.json
+    python -m benchmarks.papers.experts --only 4096  only matching names; other recorded results are kept
 """
 
 from __future__ import annotations

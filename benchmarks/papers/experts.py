@@ -16,7 +16,6 @@ planning takes at most twice the processor time that `plan_speed` records withou
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from autopart.extras.export.hand import hand_options
 from benchmarks.planning import plan_speed
 from benchmarks.planning.plan_speed import Case
 from benchmarks.shared import shapes
-from benchmarks.shared.common import RESULTS, write
+from benchmarks.shared.common import recorded, write
 
 GROUPS = {"tensor_parallel": "auto"}
 
@@ -80,8 +79,7 @@ def by_hand(case: Case, text: str) -> dict[str, Any]:
 
 def judged(done: Mapping[str, Any]) -> dict[str, bool]:
     """Return the claims about the results so far, and whether they hold."""
-    path, claims = RESULTS / "plan_speed.json", dict[str, bool]()
-    without = json.loads(path.read_text())["targets"] if path.exists() else {}
+    claims, without = dict[str, bool](), recorded("plan_speed", "targets")
     for expert in (expert for expert in EXPERTS if expert.case.name in done):
         name, found = expert.case.name, done[expert.case.name]
         step_s, most_s = found["step_ms"] / 1e3, 2 * without.get(expert.like, {}).get("seconds", 0.0)
@@ -99,8 +97,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="regular expression of names; other recorded results are kept")
     given = parser.parse_args()
     shapes.warm()
-    path = RESULTS / "experts.json"
-    done: dict[str, Any] = json.loads(path.read_text())["plans"] if path.exists() else {}
+    done = recorded("experts", "plans")
     for expert in (expert for expert in EXPERTS if re.search(given.only, expert.case.name)):
         case = expert.case
         found = shapes.alone(lambda case=case: plan_speed.result(case))  # type: ignore[misc]

@@ -19,7 +19,6 @@ Figures of the paper are published, on real machines.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -40,7 +39,7 @@ from autopart.planning.make import Planned, make_plan
 from autopart.planning.simulated import estimated_plan
 from autopart.session.executors.kinds import projected
 from benchmarks.papers.planners.pipe_transformer import MICRO_BATCHES, balanced, stages_for
-from benchmarks.shared.common import RESULTS, write
+from benchmarks.shared.common import recorded, write
 
 GB = 10**9
 GPU = Device("cuda", 16 * GB, 11_200 * GB, 448 * GB, "RTX 5000", (), REACHED, MEMORY_REACHED)
@@ -327,13 +326,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="PipeTransformer's evaluation, simulated.")
     parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
     asked = parser.parse_args()
-    path = RESULTS / "pipe_transformer.json"
     for name in asked.only:
         own = evaluated(name, ALPHAS if name == "cifar100" else ())
         for who, rows in own["speed_up"].items():
             print(name, who, {row: f"{value:.2f}x" for row, value in rows.items()})
         print(name, own["alphas"], own["claims"])
-        cases = {**(json.loads(path.read_text())["cases"] if path.exists() else {}), name: own}
+        cases = {**recorded("pipe_transformer", "cases"), name: own}
         found = {"simulated": True, "cases": cases}
         write("pipe_transformer", found, command="python -m benchmarks.papers.pipe_transformer")
 

@@ -23,7 +23,6 @@ replica's share of a micro-batch, as in RaNNC.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -37,7 +36,7 @@ from torch.nn import functional
 import autopart
 from autopart.files.clusters import parse_cluster
 from benchmarks.shared import shapes
-from benchmarks.shared.common import RESULTS, write
+from benchmarks.shared.common import recorded, write
 
 HIDDEN = {  # billions of parameters, by number of layers
     1024: {24: 0.34, 48: 0.64, 96: 1.24, 144: 1.85, 192: 2.45, 256: 3.26},
@@ -187,13 +186,6 @@ def judged(done: dict[str, dict[str, Any]], known: Sequence[Case]) -> dict[str, 
     return claims
 
 
-def kept() -> dict[str, dict[str, Any]]:
-    """Return the recorded results."""
-    path = RESULTS / "published.json"
-    plans: dict[str, dict[str, Any]] = json.loads(path.read_text())["plans"] if path.exists() else {}
-    return plans
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="regular expression of names; other recorded results are kept")
@@ -205,7 +197,7 @@ def main() -> None:
         if re.search(given.only, case.name):
             found = shapes.alone(lambda case=case: result(case))  # type: ignore[misc]
             print(row(case, found), flush=True)
-            done = {**kept(), case.name: found}
+            done = {**recorded("published", "plans"), case.name: found}
             done = {case.name: done[case.name] for case in known if case.name in done}
             write("published", {"claims": judged(done, known), "plans": done})
     for claim, holds in judged(done, known).items():

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import cProfile
-import json
 import pstats
 import re
 import resource
@@ -50,7 +49,7 @@ from autopart.passes.search import finalize
 from autopart.planning import make
 from autopart.planning.derive import family, reduction
 from benchmarks.shared import shapes
-from benchmarks.shared.common import RESULTS, write
+from benchmarks.shared.common import RESULTS, recorded, write
 
 STEPS = (  # (module, function name, pass to which its time belongs)
     (family, "infer_other_size", "capture"),
@@ -328,21 +327,14 @@ def judged(case: Case, found: dict[str, Any]) -> dict[str, bool]:
     }
 
 
-def kept() -> dict[str, Any]:
-    """Return the recorded results."""
-    path = RESULTS / "plan_speed.json"
-    return json.loads(path.read_text()) if path.exists() else {}  # type: ignore[no-any-return]
-
-
 def written(targets: dict[str, Any], grown: dict[str, Any]) -> dict[str, bool]:
     """Write new results beside the recorded ones and return all claims."""
-    before = kept()
-    known = {**before.get("targets", {}), **targets}
+    known = {**recorded("plan_speed", "targets"), **targets}
     known = {case.name: known[case.name] for case in TARGETS if case.name in known}
     claims: dict[str, bool] = {}
     for case in TARGETS:
         claims |= judged(case, known[case.name]) if case.name in known else {}
-    grown = {**before.get("growth", {}), **grown}
+    grown = {**recorded("plan_speed", "growth"), **grown}
     write("plan_speed", {"claims": claims, "targets": known, "growth": grown})
     if grown.keys() >= set(GROWTH):
         (RESULTS / "plan_speed.svg").write_text(plot({axis: grown[axis] for axis in GROWTH}))

@@ -12,14 +12,13 @@ criterion, in which more stages and other orders have to be worth it. Everything
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from benchmarks.shared.common import RESULTS, write
+from benchmarks.shared.common import recorded, write
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
@@ -58,10 +57,9 @@ def main() -> None:
     parser.add_argument("--part", choices=tuple(CASES))
     parser.add_argument("--seeds", type=int, nargs=2, metavar=("FROM", "TO"))
     given = parser.parse_args()
-    path = RESULTS / "promises.json"
     done: dict[str, dict[str, Any]] = {part: {} for part in CASES}
-    if path.exists() and (given.part or given.seeds):
-        done |= json.loads(path.read_text())["cases"]
+    if given.part or given.seeds:
+        done |= recorded("promises", "cases")
     for part in [given.part] if given.part else CASES:
         first, end = given.seeds or (0, CASES[part])
         for seed in range(first, end):

@@ -12,7 +12,6 @@ which has to be planned within 120 s and 3 GB, or refused with what is missing b
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import time
 from collections.abc import Callable
@@ -32,7 +31,7 @@ from autopart.passes.program.routing import route
 from autopart.passes.program.verify import check_program
 from autopart.planning.make import make_plan
 from benchmarks.shared import shapes
-from benchmarks.shared.common import RESULTS, write
+from benchmarks.shared.common import recorded, write
 
 RANKS = (1024, 16_384, 100_000)
 SECONDS, GB = 120.0, 3.0
@@ -115,8 +114,7 @@ def main() -> None:
     gpt2 = partial(shapes.gpt2, 24, 1024, 16, 128)
     cases = {f"{ranks} ranks": partial(result, gpt2, 8 * ranks, 128, f"h100x8:{ranks // 8}") for ranks in RANKS}
     cases["mixture"] = partial(result, mixture, 16_384, 4096, "h200x8:2048")
-    path = RESULTS / "ranks.json"
-    done: dict[str, Any] = json.loads(path.read_text())["cases"] if path.exists() else {}
+    done = recorded("ranks", "cases")
     for name, work in cases.items():
         if re.search(given.only, name):
             done[name] = shapes.alone(work)

@@ -14,7 +14,7 @@ import argparse
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch import nn
 import autopart
 from autopart.costs.detect import detect
 from autopart.ir.cluster import Cluster, Device
-from benchmarks.shared.common import ratio, spread, write
+from benchmarks.shared.common import ratio, shape_of, spread, write
 from benchmarks.shared.quotas import enter, leave, parts_of_cores, why_not
 
 SHARES = ((1.0, 0.5, 0.25), (1.0, 0.4, 0.2, 0.2))
@@ -35,25 +35,13 @@ FASTER, WITHIN = 1.25, 0.10
 """What is asked: how many times as fast the step is as under the plan for equal devices, and the error of its time."""
 
 
-def slower(device: Device, share: float) -> Device:
-    """Return a device with a share of the rates of another, under a name of its own."""
-    return replace(
-        device,
-        name=f"{share:g} of a core",
-        flops_per_s=int(device.flops_per_s * share),
-        mem_bytes_per_s=int(device.mem_bytes_per_s * share),
-        rates=tuple((dtype, int(rate * share)) for dtype, rate in device.rates),
-    )
-
-
 def planned(model: nn.Module, batch: Any, device: Device, shares: Sequence[float]) -> dict[str, Planned]:
     """Return the plan for devices with these shares of a core, and that for as many equal devices, with their cluster.
 
     Costs of ops are measured here, in a process that has a core for itself.
     """
-    link = detect(len(shares)).levels
-    kinds = tuple(slower(device, share) for share in shares)
-    clusters = {"planned": Cluster(kinds, link), "equal": Cluster((kinds[0],) * len(shares), link)}
+    equal = Cluster((device,) * len(shares), detect(len(shares)).levels)
+    clusters = {"planned": equal.with_speeds(shares), "equal": equal}
     return {name: (each, autopart.plan(model, each, sample=batch, **OPTIONS)) for name, each in clusters.items()}
 
 
@@ -85,11 +73,6 @@ def measure(folders: Sequence[Path], plans: dict[str, Planned], width: int, roun
     return seconds
 
 
-def _said(plan: autopart.Plan) -> str:
-    stages = [f"{len(stage.ops)} ops on ranks {stage.ranks} in shares {stage.shares}" for stage in plan.stages]
-    return f"{plan.decision.schedule}, {len(plan.micro_rows)} micro-batches, {', '.join(stages)}"
-
-
 def report(
     shares: Sequence[float], plans: dict[str, Planned], ranks: Sequence[dict[str, list[float]]]
 ) -> dict[str, Any]:
@@ -102,11 +85,11 @@ def report(
     print(f"  {faster.median:.2f} times as fast [{faster.low:.2f}, {faster.high:.2f}], asked {FASTER}")
     print(f"  predicted {predicted:.4f} s, {error:+.1%}, asked within {WITHIN:.0%}")
     for name, (_, plan) in plans.items():
-        print(f"  {name}: {_said(plan)}")
+        print(f"  {name}: {shape_of(plan)}")
     return {
         "shares": shares, "planned": asdict(step), "equal": asdict(spread(took["equal"])), "times as fast":
         asdict(faster), "predicted": predicted, "error": error,
-        "plans": {name: _said(plan) for name, (_, plan) in plans.items()},
+        "plans": {name: shape_of(plan) for name, (_, plan) in plans.items()},
     }  # fmt: skip
 
 

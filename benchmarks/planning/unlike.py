@@ -15,7 +15,6 @@ Times are analytic: ratios are meaningful, milliseconds are not.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import time
 from collections import Counter
@@ -41,7 +40,7 @@ from autopart.passes.search.layout import Layout
 from autopart.passes.search.space import PlanRequest, SearchSpace
 from autopart.planning import make
 from benchmarks.shared import shapes
-from benchmarks.shared.common import RESULTS, write
+from benchmarks.shared.common import recorded, write
 
 RANDOM = 40
 """Random plans of a case."""
@@ -327,8 +326,7 @@ def main() -> None:
     parser.add_argument("--show", action="store_true", help="print the plans too")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    path = RESULTS / "unlike.json"
-    done: dict[str, Any] = json.loads(path.read_text())["cases"] if path.exists() else {}
+    done = recorded("unlike", "cases")
     for model, made in MODELS.items():
         names = [name for name in CLUSTERS if re.search(given.only, f"{model} on {name}")]
         if not names:

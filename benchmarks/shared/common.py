@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from autopart.ir.plan import Plan
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(os.environ.get("BENCHMARK_RESULTS", ROOT / "benchmarks/results"))
 """The variable is for a trial: what was recorded stays as it is."""
@@ -45,6 +47,12 @@ def ratio(a: Sequence[float], b: Sequence[float]) -> Spread:
     return spread([x / y for x, y in zip(a, b, strict=True)])
 
 
+def shape_of(plan: Plan) -> str:
+    """Return the schedule, the micro-batches and the stages of a plan in a few words."""
+    stages = [f"{len(stage.ops)} ops on ranks {stage.ranks} in shares {stage.shares}" for stage in plan.stages]
+    return f"{plan.schedule}, {len(plan.micro_rows)} micro-batches, {', '.join(stages)}"
+
+
 def machine() -> dict[str, Any]:
     """Return the machine on which a result was measured."""
     import torch
@@ -74,6 +82,13 @@ def _revision() -> str:
         )
         return found.stdout.strip() or "unknown"
     return "unknown"
+
+
+def recorded(name: str, part: str, folder: Path = RESULTS) -> dict[str, Any]:
+    """Return a part of a recorded result, empty without one."""
+    path = folder / f"{name}.json"
+    found: dict[str, Any] = json.loads(path.read_text()).get(part, {}) if path.exists() else {}
+    return found
 
 
 def write(name: str, content: dict[str, Any], *, command: str = "", folder: Path = RESULTS) -> Path:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import random
 import signal
@@ -31,7 +30,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import autopart
-from benchmarks.shared.common import RESULTS, ROOT, machine, spread, write
+from benchmarks.shared.common import RESULTS, ROOT, machine, recorded, spread, write
 
 sys.path.insert(0, str(ROOT / "tests"))  # the run that the tests have, too
 from support.jobs.failures import elastic_jobs as jobs
@@ -127,8 +126,7 @@ def kill_and_join(kills: int, seed: int, minutes: float) -> Part:
 
 def record(part: Part, folder: Path = RESULTS) -> Path:
     """Add a part to the results, in place of one with its seed."""
-    path = folder / "elastic.json"
-    parts = json.loads(path.read_text())["parts"] if path.exists() else {}
+    parts = recorded("elastic", "parts", folder)
     ran = {"command": f"python -m benchmarks.training.elastic --seed {part.seed}", "machine": machine()}
     parts = dict(sorted((parts | {str(part.seed): ran | asdict(part)}).items()))
     every = list(parts.values())

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 import autopart
-from benchmarks.shared.common import spread, write
+from benchmarks.shared.common import shape_of, spread, write
 
 LAYERS, ROWS, SLOW_RANK, LOOPS = 8, 512, 1, 2
 HEALTHY, MOST, MEASURED = 20, 60, 30
@@ -64,7 +64,7 @@ def measure(width: int) -> dict[str, Any]:
             optimizer.step()
             return time.perf_counter() - began
 
-        plans = [_said(pipe.plan)]
+        plans = [shape_of(pipe.plan)]
         healthy = [step() for _ in range(HEALTHY)]
         with busy_loops(LOOPS if rank == SLOW_RANK else 0):
             named = 0
@@ -77,16 +77,11 @@ def measure(width: int) -> dict[str, Any]:
             before = [step() for _ in range(MEASURED)]
             found = pipe.replan(optimizer, steps=1000)
             after = [step() for _ in range(MEASURED)]
-        plans.append(_said(pipe.plan))
+        plans.append(shape_of(pipe.plan))
     return {
         "healthy": healthy, "named after": named, "slowness": slowness, "before": before, "after": after,
         "reason": found.reason, "adopted": found.adopted, "pause": found.took_s, "plans": plans,
     }  # fmt: skip
-
-
-def _said(plan: autopart.Plan) -> str:
-    stages = [f"{len(stage.ops)} ops on ranks {stage.ranks} in shares {stage.shares}" for stage in plan.stages]
-    return f"{len(plan.micro_rows)} micro-batches, {', '.join(stages)}"
 
 
 def main() -> None:

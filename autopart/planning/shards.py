@@ -22,7 +22,7 @@ from autopart.passes.shards.costs import GroupCosts, group_sizes, grouped, spell
 from autopart.passes.shards.states import CUT_KIND
 from autopart.passes.shards.strategies import DROPOUTS
 from autopart.passes.tokens.recipe import Recipe
-from autopart.planning.derive.sliced_shards import sliced_choice, sliced_problem
+from autopart.planning.derive.sliced_shards import choice_for, sliced_problem
 
 Find = Callable[[PlannerInput, Graph | None, Cluster, PlanRequest], Plan]
 """Makes a plan, or finds it where plans are kept."""
@@ -52,10 +52,8 @@ def _refusals(graph: Graph, options: Options, plan: Plan | None) -> Iterator[tup
             yield f"random numbers (module {op.module} at {op.where})", "set the p of dropout to 0"
     if graph.before:
         yield "a plan that begins behind frozen layers", "train all layers"
-    if plan is not None:
-        decision = plan.decision
-        planned = ((not find(decision.schedule).synchronous, f"schedule {decision.schedule}", 'plan with "1f1b"'),)
-        yield from ((what, fix) for present, what, fix in planned if present)
+    if plan is not None and not find(plan.schedule).synchronous:
+        yield f"schedule {plan.schedule}", 'plan with "1f1b"'
 
 
 def fastest(
@@ -114,14 +112,13 @@ def ways_to_divide(
     plain, lengths = choose(graph, shards), request.token_slices
     if recipe is None or not lengths:
         return [(plain, request)]
-    held = tuple(plain.pieces(graph).items())
     if not isinstance(lengths, str):
-        return [(sliced_choice(graph, shards, held, recipe, lengths), request)]
+        return [(choice_for(graph, shards, recipe, lengths), request)]
     for step in (1, shards) if recipe.tokens > shards else (1,):
         if sliced_problem(graph, plain, recipe, (step, recipe.tokens - step)) is None:
             return [(plain, replace(request, token_step=step))]
     found = list[tuple[Assignment | None, PlanRequest]]([(plain, replace(request, token_slices=(), token_axis=None))])
-    uncut = choose(graph, shards, held, sequence=False)
+    uncut = choose(graph, shards, tuple(plain.pieces(graph).items()), sequence=False)
     possible = sliced_problem(graph, uncut, recipe, (1, recipe.tokens - 1)) is None
     return [*found, (uncut, request)] if possible else found
 

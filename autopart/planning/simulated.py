@@ -17,13 +17,12 @@ from autopart.options import Options
 from autopart.passes.ops.cost_model import CostModel, OpCosts
 from autopart.passes.program.routing import route
 from autopart.passes.program.verify import check_program
-from autopart.passes.shards.choice import choose
 from autopart.passes.shards.costs import GroupCosts, grouped, of_groups
 from autopart.passes.simulation.slices import slice_shares
 from autopart.passes.simulation.stage_costs import Estimator, device_types
 from autopart.passes.tokens.recipe import Recipe
 from autopart.planning.derive.family import ProgramFamily, another_size
-from autopart.planning.derive.sliced_shards import sliced_choice
+from autopart.planning.derive.sliced_shards import choice_for
 from autopart.planning.derive.token_axis import asked_slices
 
 
@@ -68,8 +67,4 @@ def group_costs(
     whole: OpCosts, graph: Graph, cluster: Cluster, decision: Decision, recipe: Recipe | None
 ) -> GroupCosts:
     """Return what the ranks of a group take under a decision.  whole: what one takes that computes everything."""
-    assignment, shards = choose(graph, decision.shards), decision.shards
-    if recipe is not None:
-        held = tuple(assignment.pieces(graph).items())
-        assignment = sliced_choice(graph, shards, held, recipe, decision.token_slices)
-    return GroupCosts(whole, graph, assignment, cluster)
+    return GroupCosts(whole, graph, choice_for(graph, decision.shards, recipe, decision.token_slices), cluster)

@@ -22,10 +22,10 @@ from autopart.passes.program.orders import Shape
 from autopart.passes.program.routing import edges
 from autopart.passes.program.schedules import find, pattern
 from autopart.passes.shards.assignment import Assignment
-from autopart.passes.shards.choice import Held, choose
+from autopart.passes.shards.choice import Held
 from autopart.passes.tokens.recipe import Recipe
 from autopart.planning.derive.reduction import BatchRule, Layouts
-from autopart.planning.derive.sliced_shards import sliced_choice
+from autopart.planning.derive.sliced_shards import choice_for
 from autopart.planning.derive.token_axis import token_recipe
 from autopart.runtime.stages.shard_group import Members
 from autopart.runtime.stages.stage_module import StageModule, StageSlices
@@ -128,11 +128,7 @@ class StageCode:
     def _assignment(self, graph: Graph, recipe: Recipe | None) -> Assignment | None:
         """Return what the ranks of a group divide; None without tensor parallelism.  Raises RefusedError."""
         shards, lengths = self._decision.shards, self._decision.token_slices
-        if shards == 1:
-            return None
-        if recipe is None:
-            return choose(graph, shards, self._held)
-        return sliced_choice(graph, shards, self._held, recipe, lengths)
+        return choice_for(graph, shards, recipe, lengths, self._held) if shards > 1 else None
 
     def _made(
         self, captured: Captured, recipe: Recipe | None, links: Sequence[Edge], stage: int, rule: BatchRule,

@@ -30,10 +30,16 @@ _ANY_TOKENS = (PLAIN, SIZES, LOSS, MEAN, MADE, ONCE, DRAWN)
 """Ways to run an op in a slice that do not depend on which of its tokens a rank has."""
 
 
-def sliced_choice(graph: Graph, shards: int, held: Held | None, recipe: Recipe, lengths: Sequence[int]) -> Assignment:
-    """Return what ranks divide in slices of these lengths: the plain rule with tokens cut, if all slices have equal
-    parts, else without.  held: as in `choose`.  Raises RefusedError (`choose`, and where neither is exact).  O(reads).
-    """
+def choice_for(
+    graph: Graph, shards: int, recipe: Recipe | None, lengths: Sequence[int], held: Held | None = None
+) -> Assignment:
+    """Return what ranks divide: of whole sequences (no recipe) by the plain rule; of slices of these lengths with
+    tokens cut, if all slices have equal parts, else without.  held: as in `choose`; of slices that of whole sequences.
+
+    Raises RefusedError (`choose`, and where neither is exact).  O(reads)."""
+    if recipe is None:
+        return choose(graph, shards, held)
+    held = tuple(choose(graph, shards).pieces(graph).items()) if held is None else held
     problem: tuple[Op, str] | None = None
     for sequence in (True, False):
         found = choose(graph, shards, held, sequence=sequence)

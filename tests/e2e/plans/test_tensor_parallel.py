@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.extending.shards_in_process import captured_at
+from support.jobs.state.pieces import EXACT, batch, gpt
 from support.models.tokens.by_hand import Gpt
 from support.models.zoo import CASES
 from support.workers import Workers
@@ -28,21 +29,6 @@ from autopart.passes.program.verify import check_program
 from autopart.report.plan_diff import diff_plans
 from autopart.runtime.sums.replicas import ReplicaSums
 from autopart.session.placement import Placement
-
-EXACT = 1e-10
-
-
-def gpt() -> nn.Module:
-    torch.manual_seed(0)
-    return Gpt().double()
-
-
-def batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    made = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, 24, (8, 8), generator=made)
-    labels = ids.roll(-1, 1)
-    labels[:3, 2:] = -1
-    return ids, labels
 
 
 def options(world: int, **given: Any) -> dict[str, Any]:

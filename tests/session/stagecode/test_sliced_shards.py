@@ -21,7 +21,7 @@ from autopart.ir.graph import Size
 from autopart.passes.shards.choice import choose
 from autopart.passes.shards.states import CUT_KIND
 from autopart.passes.tokens.recipe import Recipe
-from autopart.planning.derive.sliced_shards import kept_state, sliced_choice, sliced_problem, why_not
+from autopart.planning.derive.sliced_shards import choice_for, kept_state, sliced_problem, why_not
 from autopart.planning.derive.token_axis import token_recipe
 
 EXACT = 1e-10
@@ -68,7 +68,7 @@ def test_models_are_exact_in_slices_with_and_without_cut_tokens(name: str) -> No
     for shards in (2,) if name in FAST else (2, 4):
         for lengths in (EVEN, ODD) if name in FAST else (EVEN, ODD, (4, 12)):
             try:
-                found = sliced_choice(captured.graph, shards, None, recipe, lengths)
+                found = choice_for(captured.graph, shards, recipe, lengths)
             except RefusedError as refusal:
                 assert shards == 4 and "equal parts" in refusal.what
                 continue
@@ -82,7 +82,7 @@ def test_what_looks_back_is_exact_or_refused_by_name(name: str) -> None:
     captured, inputs, recipe = small_case(name)
     for lengths in SHORT:
         try:
-            found = sliced_choice(captured.graph, 2, None, recipe, lengths)
+            found = choice_for(captured.graph, 2, recipe, lengths)
         except RefusedError as refusal:
             assert "nothing in the model can be divided" in refusal.what or "cannot be divided among" in refusal.what
             continue
@@ -124,7 +124,7 @@ def test_dropout_draws_what_one_process_draws() -> None:
     case = decoder(Shape(dropout=0.2, written_out=True, merged=True))
     captured, inputs, recipe = sliced_case(case.model(dtype=torch.float64), case.data(2, torch.float64))
     for lengths, again in ((EVEN, 1.0), (ODD, 0.0)):
-        found = sliced_choice(captured.graph, 2, None, recipe, lengths)
+        found = choice_for(captured.graph, 2, recipe, lengths)
         assert sliced_errors(captured, inputs, found, recipe, lengths, again=again) < EXACT
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from autopart.ir.errors import BatchError, RefusedError
@@ -59,7 +60,7 @@ def rewrites_of(
     synced: the stages that share batch statistics; others divide parameters.  Raises RefusedError for ranks that do not
     hold the pieces that they would compute with."""
     found: dict[int, list[Callable[[StageModule], None]]] = defaultdict(list)
-    needed = placement_of(graph, decision, placement.held)
+    needed = placement_of(graph, replace(decision, zero=0), placement.held)  # who holds what; no state moves here
     for name in {**placement.cuts, **needed.cuts}:
         if needed.owner(name) is not None and needed.pieces(name) != placement.pieces(name):
             raise RefusedError(

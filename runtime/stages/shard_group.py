@@ -68,9 +68,8 @@ class ShardGroup:
         self.index, self.count = self._ranks.index(world.rank), len(self._ranks)
         self._order = [self._ranks.index(rank) for rank in sorted(ranks)]  # as a group counts them
         self._back = [sorted(ranks).index(rank) for rank in self._ranks]
-        self.beside = (
-            not world.overlaps
-        )  # else sums of replicas may run in the last backward, and take what is complete
+        # Where they overlap, sums of replicas run in the last backward, and take what is complete.
+        self.beside = not world.overlaps
 
     def summed(self, tensor: torch.Tensor, *, largest: bool = False) -> torch.Tensor:
         """Return the sum, or the largest, of all members' tensors."""

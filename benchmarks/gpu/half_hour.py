@@ -61,8 +61,9 @@ SMALL = ("--scale", "0.25", "--models", "gpt2-xl", "llama-1b", "bert-large")
 TESTS = "benchmarks.gpu.gpu_tests"
 PARTS = (
     Part("what the planner assumes", (*PYTHON, "-m", "benchmarks.gpu.assumed"), 240),
-    Part("one device, eager", suite("one", *ONE, "--limit", "120"), 420),
-    Part("one device, compiled", suite("one_compiled", *COMPILED, *SMALL, "--limit", "180"), 420),
+    Part("one device, eager", suite("one", *ONE, "--limit", "120"), 390),
+    Part("one device, compiled", suite("one_compiled", *COMPILED, *SMALL, "--limit", "180"), 390),
+    Part("what the host does in a step", (*PYTHON, "-m", "benchmarks.gpu.one_step"), 120),
     Part("tests on the device", (*PYTHON, "-m", TESTS), 300,
          (*PYTHON, "-m", "pytest", "-q", "-m", "gpu", "-n", "0", "tests", "--collect-only")),
     Part("two ranks on one device",

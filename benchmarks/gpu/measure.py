@@ -16,8 +16,9 @@ from autopart.capture import CaptureCache
 from autopart.ir.graph import Graph, Size
 from autopart.passes.ops.flops import backward_flops, flops
 from benchmarks.gpu.jobs import Answer, CannotRun, Job, reason
-from benchmarks.gpu.plans import PLANS, Running, device_of, plain_step
+from benchmarks.gpu.plans import PLANS, Running, device_of, plain_compute
 from benchmarks.gpu.workloads import Workload, workload
+from benchmarks.shared.bench_models import training_step
 
 COMPARED = 3
 """Number of steps whose losses are compared: later losses diverge because training is chaotic."""
@@ -125,7 +126,8 @@ def _reference(job: Job, work: Workload, micro_rows: tuple[int, ...], losses: li
     if job.kind == "cuda":
         torch.cuda.empty_cache()
     try:
-        step = plain_step(job, work, key)
+        compute, model = plain_compute(job, work, key)
+        step = training_step(compute, model.parameters())
         found = [float(step()) for _ in range(COMPARED)]
     except torch.OutOfMemoryError:
         return {"no_reference": "the unpartitioned model does not fit on one device"}

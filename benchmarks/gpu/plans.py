@@ -27,7 +27,8 @@ class Running:
 
     step: forward, backward and optimizer; returns the loss on ranks that know it. micro_rows: rows of each micro-batch.
     devices: number of devices used. shares: whether the loss is that of this rank's rows. pipe, timeline: for autopart
-    only; `timeline` runs one more step and returns its timeline.
+    only; `timeline` runs one more step and returns its timeline. compute: forward and backward alone, of the plans that
+    `one_step` compares.
     """
 
     step: Callable[[], torch.Tensor | None]
@@ -36,6 +37,7 @@ class Running:
     shares: bool = False
     pipe: autopart.Pipe | None = None
     timeline: Callable[[], autopart.Timeline] | None = None
+    compute: Callable[[], torch.Tensor] | None = None
 
 
 def device_of(job: Job) -> torch.device:
@@ -70,13 +72,15 @@ def plain(job: Job, work: Workload, *, compiled: bool = False) -> Iterator[Runni
     if int(os.environ["RANK"]):
         yield Running(lambda: None, (rows,), 1)
     else:
-        yield Running(plain_step(job, work, (rows,), compiled=compiled), (rows,), 1)
+        compute, model = plain_compute(job, work, (rows,), compiled=compiled)
+        yield Running(training_step(compute, model.parameters()), (rows,), 1, compute=compute)
 
 
-def plain_step(
+def plain_compute(
     job: Job, work: Workload, micro_rows: Sequence[int], *, compiled: bool = False
-) -> Callable[[], torch.Tensor]:
-    """Return the reference step of one process over micro-batches whose losses are weighted by their rows."""
+) -> tuple[Callable[[], torch.Tensor], nn.Module]:
+    """Return forward and backward of one process over micro-batches whose losses are weighted by their rows, and the
+    model."""
     device = device_of(job)
     model = built(job, work, device).to(device)
     if compiled:
@@ -93,7 +97,7 @@ def plain_step(
             losses.append(loss.detach())
         return torch.stack(losses).sum()
 
-    return training_step(compute, model.parameters())
+    return compute, model
 
 
 @contextlib.contextmanager
@@ -128,10 +132,12 @@ def _compiled(job: Job, work: Workload, options: dict[str, Any]) -> Iterator[Run
         precision="bf16" if job.precision == "bf16" else "fp32",
         transport=job.transport if job.kind == "cuda" else "auto", **options,
     )  # fmt: skip
-    step = training_step(lambda: pipe.step(batch), pipe.parameters())
+    compute = partial(pipe.step, batch)
+    step = training_step(compute, pipe.parameters())
     used = sum(len(stage.ranks) for stage in pipe.plan.stages)
+    timeline = partial(pipe.timeline, batch)
     try:
-        yield Running(step, pipe.plan.micro_rows, used, pipe=pipe, timeline=lambda: pipe.timeline(batch))
+        yield Running(step, pipe.plan.micro_rows, used, pipe=pipe, timeline=timeline, compute=compute)
     finally:
         pipe.close(sync=False)
 

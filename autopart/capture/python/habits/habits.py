@@ -30,7 +30,8 @@ from torch.utils._traceback import CapturedTraceback
 
 from autopart.capture.python.habits import all_sizes, calls, checkpointing, custom_functions, own_tensors, randomness
 from autopart.capture.python.reads import host_reads
-from autopart.passes.ops.table import has_row, op_name
+from autopart.passes.ops.row import OpRow
+from autopart.passes.ops.table import has_row, op_name, registered
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +120,9 @@ HABITS = (
     ),
 )
 
-_composite: dict[frozenset[str], set[Any]] = {}
-"""torch's list of composite ops, which it takes long to make, by the composite ops that are registered: a library may
-register more at any time."""
+_composite: dict[tuple[frozenset[str], tuple[OpRow, ...]], frozenset[Any]] = {}
+"""The composite ops that stay whole, which it takes long to find, by the composite ops and the rows of the table that
+are registered: a library may register more at any time."""
 
 
 def _known_composite_ops(original: Callable[[], set[Any]]) -> set[Any]:
@@ -131,16 +132,15 @@ def _known_composite_ops(original: Callable[[], set[Any]]) -> set[Any]:
     without a row: ops of linear algebra, whose parts return errors as numbers that nothing in the graph would read, and
     random ops, which are called by key and whose parts fill tensors that their backward reads.
     """
-    registered = frozenset(torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd"))
-    if registered not in _composite:
+    composite = frozenset(torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd"))
+    key = (composite, registered())
+    if key not in _composite:
+        random = torch.Tag.nondeterministic_seeded
         _composite.clear()
-        _composite[registered] = set(original())
-    random = torch.Tag.nondeterministic_seeded
-    return {
-        op
-        for op in _composite[registered]
-        if has_row(str(op)) or random in op.tags or op_name(str(op)).startswith("linalg_")
-    }
+        _composite[key] = frozenset(
+            op for op in original() if has_row(str(op)) or random in op.tags or op_name(str(op)).startswith("linalg_")
+        )
+    return set(_composite[key])
 
 
 class _ForwardFrames(CapturedTraceback):

@@ -30,6 +30,7 @@ _MOST = 2000
 _CONTAINERS_LOOKED_AT = 20_000
 _CONTAINERS = frozenset({dict, list, set, OrderedDict, defaultdict})
 _PLAIN = frozenset({str, bytes, int, float, bool, type(None), tuple, types.FunctionType, types.ModuleType})
+"""Types of values without containers or caches, most of what a program holds: passed over before anything is asked."""
 _OWN = tuple(vars(nn.Module()))
 
 
@@ -82,7 +83,7 @@ class _Around:
             self._note(namespace)
         for names in (*attributes, *(dict(vars(kind)) for kind in classes), *map(dict, files)):
             for name, value in names.items():
-                if not name.startswith("__"):
+                if type(value) not in _PLAIN and not name.startswith("__"):
                     self._look_into(value)
 
     def _look_into(self, value: Any, depth: int = _DEPTH) -> None:
@@ -101,7 +102,8 @@ class _Around:
         self._seen.add(id(value))
         if inside is not None and len(inside) <= _MOST:
             for part in list(_parts(inside)):
-                self._look_into(part, depth - 1)
+                if type(part) not in _PLAIN:
+                    self._look_into(part, depth - 1)
 
     def _note(self, container: Any) -> None:
         self._held.append((container, container.copy()))
@@ -163,4 +165,9 @@ def _holds_traced(value: Any, depth: int = _DEPTH) -> bool:
 def _is_users(name: str) -> bool:
     """Return whether a module, by name, is a file of the user's."""
     file = getattr(sys.modules.get(name), "__file__", None)
-    return isinstance(file, str) and is_user_file(file) and not is_library_file(file)
+    return isinstance(file, str) and _is_users_file(file)
+
+
+@functools.lru_cache(None)
+def _is_users_file(file: str) -> bool:
+    return is_user_file(file) and not is_library_file(file)

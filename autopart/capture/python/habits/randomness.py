@@ -18,10 +18,15 @@ from autopart.ir.errors import RefusedError
 
 _SEEDS = frozenset({"seed", "setstate", "set_state"})
 _READS = frozenset({"getstate", "get_state"})
-_STATES: dict[str, Callable[[], Any]] = {
-    "random": random.getstate,
-    "numpy.random": lambda: repr(numpy.random.get_state(legacy=False)["state"]),
-}
+
+
+def _numpy_state() -> dict[str, Any]:
+    """Return what decides the next number of numpy.random."""
+    state: Any = numpy.random.get_state(legacy=False)["state"]
+    return {name: part.tobytes() if isinstance(part, numpy.ndarray) else part for name, part in state.items()}
+
+
+_STATES: dict[str, Callable[[], Any]] = {"random": random.getstate, "numpy.random": _numpy_state}
 _unseeded: ContextVar[dict[str, Any]] = ContextVar("autopart_unseeded")
 """The modules whose generator forward() has not seeded, with the generator's state when forward() began."""
 

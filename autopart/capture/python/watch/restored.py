@@ -142,7 +142,9 @@ def _container(value: Any) -> Any:
         return value
     if type(value) in _PLAIN:
         return None
-    if isinstance(value, (torch.Tensor, nn.Module, type)) or callable(value) or type(value).__module__ == "builtins":
+    if isinstance(value, (torch.Tensor, nn.Module, types.ModuleType, type)) or callable(value):
+        return None  # a module may have a class of its own, as that of transformers
+    if type(value).__module__ == "builtins":
         return None
     held = attributes_of(value)
     return held if type(held) is dict else None

@@ -168,6 +168,10 @@ def work_of(
             (users, index.summed[name], loads.ring(ranks, 2))
             for (name, users), ranks in zip(tied, tied_ranks, strict=True)
         ),
+        tying_ns=tuple(
+            summing_ns(index.summed[name], ranks, estimator.cluster)
+            for (name, _), ranks in zip(tied, tied_ranks, strict=True)
+        ),
         reduce=tuple((size, loads.to_owners(ranks) if decision.zero else loads.ring(ranks, 2)) for size, ranks in sums),
         summing_ns=tuple(summing_ns(size, ranks, estimator.cluster) for size, ranks in sums),
         gather=tuple(

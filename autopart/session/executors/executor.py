@@ -85,10 +85,10 @@ class Executor:
             last = self.home(self._graph.outputs[0])
             first_of_shards = last not in self._members or self._members[last].index == 0
             own = [share[0] for share in plan.shares.get(last, ())] if first_of_shards else ()
-            mine = weighted_loss(outcome.losses, own)
             first: str | None = None
-            if self._train and unscaled is not None:
+            if self._train and unscaled is not None:  # first: then a device has all its work before one waits
                 first = unscale(self._parameters(), unscaled, self._tensors.masters.by_name, outcome.before)
+            mine = weighted_loss(outcome.losses, own)
             end = self._ends.end(mine, first, outcome.computed_ns)
             outcome.commit(gradients=not end.not_finite)
         return end

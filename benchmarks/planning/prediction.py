@@ -28,7 +28,6 @@ import os
 import statistics
 import tempfile
 import time
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -43,7 +42,6 @@ from autopart.batch.batch import flatten
 from autopart.cli.host_costs import detect_all
 from autopart.costs.sources import measured as measured_costs
 from autopart.extras.compiled.compiled_costs import compiled_costs
-from autopart.ir.actions import Slot
 from autopart.ir.cluster import DEVICE_KINDS
 from autopart.ir.graph import Graph, Size
 from autopart.ir.plan import Decision, Estimate
@@ -52,9 +50,9 @@ from autopart.passes.ops.cost_model import CostModel
 from autopart.passes.simulation.estimate import stage_estimates, work_of
 from autopart.passes.simulation.simulate import simulate
 from autopart.passes.simulation.stage_costs import Estimator, counts_for, most_bytes
-from autopart.runtime.stages.stage import StageRunner
 from benchmarks.shared.bench_models import MODELS
 from benchmarks.shared.common import spread, write
+from benchmarks.shared.held import held_bytes
 
 
 @dataclass(frozen=True)
@@ -132,50 +130,17 @@ Parts = dict[str, float]
 """Milliseconds of a rank in a step, by kind of action."""
 
 
-class Held:
-    """Bytes of storage that autograd holds, without parameters, now and at most."""
-
-    def __init__(self, parameters: Any) -> None:
-        self._own = {p.untyped_storage().data_ptr() for p in parameters}
-        self._count: dict[int, int] = {}
-        self.now = self.most = 0
-
-    def hooks(self) -> Any:
-        """Return a context in which tensors saved for the backward pass are counted until they are released."""
-        return torch.autograd.graph.saved_tensors_hooks(lambda t: _Kept(t, self), lambda kept: kept.tensor)
-
-    def take(self, storage: torch.UntypedStorage) -> None:
-        """Count a saved tensor of this storage."""
-        if storage.data_ptr() in self._own:
-            return
-        self._count[storage.data_ptr()] = self._count.get(storage.data_ptr(), 0) + 1
-        if self._count[storage.data_ptr()] == 1:
-            self.now += storage.nbytes()
-            self.most = max(self.most, self.now)
-
-    def give(self, storage: torch.UntypedStorage) -> None:
-        """Count a released tensor of this storage."""
-        if storage.data_ptr() in self._own:
-            return
-        self._count[storage.data_ptr()] -= 1
-        if not self._count[storage.data_ptr()]:
-            self.now -= storage.nbytes()
-
-
-class _Kept:
-    def __init__(self, tensor: torch.Tensor, held: Held) -> None:
-        self.tensor, self._held, self._storage = tensor.detach(), held, tensor.untyped_storage()
-        held.take(self._storage)
-
-    def __del__(self) -> None:
-        self._held.give(self._storage)
-
-
 def measure(cluster: autopart.Cluster, rounds: int, names: list[str]) -> list[dict[str, Any]]:
     """Run all cases on one rank, on a core that no other rank has."""
     torch.set_num_threads(1)
     stay_on_core(int(os.environ["RANK"]), cluster.world)
-    return [measured(case, cluster, rounds) for case in CASES if case.model in names]
+    cases, found = [case for case in CASES if case.model in names], []
+    for number, case in enumerate(cases, 1):
+        found.append(measured(case, cluster, rounds))
+        if os.environ["RANK"] == "0":
+            error = error_of(found[-1]["seconds"], found[-1]["forecasts"])
+            print(f"{number} of {len(cases)}: {case}: {error:+.1%}", flush=True)
+    return found
 
 
 def stay_on_core(rank: int, world: int) -> None:
@@ -279,23 +244,6 @@ def unlike(cluster: autopart.Cluster) -> autopart.Cluster:
     """Return the cluster with a type of device for each rank."""
     devices = enumerate(cluster.devices)
     return replace(cluster, devices=tuple(replace(device, name=f"rank {rank}") for rank, device in devices))
-
-
-def held_bytes(pipe: autopart.Pipe, batch: Any) -> int:
-    """Return the most bytes that this rank keeps for the backward pass in one step: saved by autograd or received."""
-    held = Held(pipe.session.tensors.held.values())  # with ZeRO, `parameters()` are those of this rank's optimizer
-    plain = StageRunner.forward
-
-    def watched(runner: StageRunner, slot: Slot, *args: Any, **kwargs: Any) -> Any:
-        outputs = plain(runner, slot, *args, **kwargs)
-        for leaf in runner._kept[slot][0].values():
-            held.take(leaf.untyped_storage())
-            weakref.finalize(leaf, held.give, leaf.untyped_storage())
-        return outputs
-
-    with held.hooks(), mock.patch.object(StageRunner, "forward", watched):
-        pipe.step(batch)
-    return held.most
 
 
 def estimated(decision: Decision, estimates: Sequence[Estimate], rank: int) -> int:

@@ -61,8 +61,7 @@ class OpRow:
     flops: floating point operations of the forward.  "none"; "written", "read": one per element; "equation",
         "weights": read from the arguments (einsum, recurrent cells); else letters of the axes whose sizes multiply
         ("...mnk", terms separated by "+"), each counting two.
-    storage: of a view, where `ops.storage` does not follow its strides.  "in order"; "out of order": its elements no
-        longer lie as their axes say; "reshape": a view where the operand's strides allow it, else a copy.
+    storage: of a view, if `ops.storage` does not follow its strides: "in order", "out of order" or "reshape".
     same_elements: the result holds the elements of its operand and no others.
     looks_up: it reads of its operand only what it returns.
     averages: of a loss function, what the mean is over: "elements", "rows" or "classes".

@@ -155,7 +155,9 @@ def work_of(
     for s, stage in enumerate(stages):
         apart = sum([index.summed[name] for name, users in tied if s in users])
         sums.append((params[s].summed_bytes - apart, stage.ranks))
-    tied_ranks = [tuple(sorted({rank for s in users for rank in stages[s].ranks})) for _, users in tied]
+    ties = []  # stages, bytes and ranks of each
+    for name, users in tied:
+        ties.append((users, index.summed[name], tuple(sorted({rank for s in users for rank in stages[s].ranks}))))
     return Work(
         fwd_ns=tuple(e.fwd_ns for e in estimates),
         bwd_ns=tuple(e.bwd_ns for e in estimates),
@@ -164,14 +166,8 @@ def work_of(
             (src, dst, way): (size, loads.between(stages[src], stages[dst]))
             for (src, dst, way), size in message_bytes(links, index.values).items()
         },
-        tied=tuple(
-            (users, index.summed[name], loads.ring(ranks, 2))
-            for (name, users), ranks in zip(tied, tied_ranks, strict=True)
-        ),
-        tying_ns=tuple(
-            summing_ns(index.summed[name], ranks, estimator.cluster)
-            for (name, _), ranks in zip(tied, tied_ranks, strict=True)
-        ),
+        tied=tuple((users, size, loads.ring(ranks, 2)) for users, size, ranks in ties),
+        tying_ns=tuple(summing_ns(size, ranks, estimator.cluster) for _, size, ranks in ties),
         reduce=tuple((size, loads.to_owners(ranks) if decision.zero else loads.ring(ranks, 2)) for size, ranks in sums),
         summing_ns=tuple(summing_ns(size, ranks, estimator.cluster) for size, ranks in sums),
         gather=tuple(

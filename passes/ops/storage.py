@@ -83,7 +83,7 @@ def viewed(op: Op, row: OpRow, of: Layout, shape: tuple[int, ...]) -> Strides | 
     attrs, axes = dict(op.attrs), len(old)
     axis = attrs.get("dim", 0)
     match row.name:
-        case "transpose" | "swapaxes" | "t" | "mT" if axes > 1:
+        case "transpose" | "t" | "mT" if axes > 1:
             a, b = (int(str(attrs.get(name, default))) % axes for name, default in (("dim0", -2), ("dim1", -1)))
             order = list(range(axes))
             order[a], order[b] = b, a

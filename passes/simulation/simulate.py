@@ -13,7 +13,7 @@ from autopart.ir.program import BUCKET_BYTES, FIRST_BUCKET_BYTES, Edge, Program
 from autopart.ir.timeline import Span, Timeline
 from autopart.passes.program.linearize import receivers, senders
 from autopart.passes.program.routing import Tied
-from autopart.passes.program.schedules import Pattern
+from autopart.passes.program.schedules import Pattern, find
 from autopart.passes.simulation.play import (
     MEETS,
     NO_WIRE,
@@ -37,6 +37,8 @@ SUM_TIED, SUM_REPLICAS = "T", "R"
 CHARGED = (SUM_TIED, SUM_REPLICAS, OPTIMIZER)
 """The actions once a step that take time, which `Work` holds.  New values of parameters are charged behind the
 optimizer; the agreement of all ranks is a few numbers, and takes none."""
+LONG = 20_000
+"""Actions of a program from which on candidates are judged by a shorter one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,10 @@ class Work:
     hidden_ns: tuple[int, ...] = ()
     host: HostCosts = UNMEASURED
 
+    def computing_ns(self, stage: int) -> int:
+        """Return what the computes of a micro-batch take on a stage."""
+        return sum([part.fwd_ns[stage] + part.bwd_ns[stage] for part in self.slices or (self,)])
+
 
 def simulate(program: Program, work: Work) -> Timeline:
     """Play the program in time: starts and ends in nanoseconds, memory in bytes.
@@ -112,6 +118,16 @@ def step_ns(program: Program, work: Work) -> int:
     """Return the nanoseconds of the step that `simulate` draws, without drawing it."""
     lanes, meetings = _program_lanes(program, work)
     return Play(lanes, meetings, overlap=work.overlap, host=work.host).run()
+
+
+def played(stages: int, micros: int, schedule: str) -> tuple[int, ...]:
+    """Return the numbers of micro-batches that are simulated to know the step.
+
+    All of them, or of a long program as many as fill the pipeline (`Schedule.warm_up`), after which it goes at an even
+    pace, and twice as many.
+    """
+    full = stages * find(schedule).warm_up
+    return (full, 2 * full) if full and 6 * stages * micros > LONG and 3 * full < micros else (micros,)
 
 
 def ordered_ns(

@@ -38,6 +38,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import add, gt, sub
 from typing import NamedTuple, TypeVar
 
@@ -92,9 +93,12 @@ def by_length(matrix: npt.NDArray[_T], length: int) -> npt.NDArray[_T]:
     return matrix[np.arange(n + 1)[:, None], ends_of(n, length)]
 
 
+@lru_cache(maxsize=8)
 def ends_of(n: int, length: int) -> Ints:
-    """Return the matrix of a + i, but at most n, over (a, i)."""
-    return np.asarray(np.minimum(np.arange(n + 1)[:, None] + np.arange(length + 1)[None, :], n))
+    """Return the matrix of a + i, but at most n, over (a, i); it is shared, so nobody may write to it."""
+    ends = np.asarray(np.minimum(np.arange(n + 1)[:, None] + np.arange(length + 1)[None, :], n))
+    ends.flags.writeable = False
+    return ends
 
 
 @dataclass(frozen=True, slots=True)

@@ -263,7 +263,7 @@ def _by_speed(plan: Candidate, space: SearchSpace) -> Iterator[Candidate]:
     """Yield the plan, and where positions of one pipeline are unlike also with the fastest first, and last."""
     yield plan
     speeds, starts = speeds_of(space, plan), [*accumulate(plan.widths, initial=plan.first)]
-    if plan.layout.pipeline_replicas > 1 or len(set(space.costs.cluster.devices)) == 1:
+    if plan.layout.pipeline_replicas > 1 or len(space.costs.device_types) == 1:
         return
     for way in (-1, 1):
         places = sorted(range(len(speeds)), key=lambda place: way * speeds[place])

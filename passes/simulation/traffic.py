@@ -171,6 +171,14 @@ def _load(cluster: Cluster, hops: Sequence[_Hop], flows: Sequence[_Hop], rounds:
     return PortLoad(latency * rounds, tuple(shares), tuple(shares.values()), tuple(rates))
 
 
+def moved_by(cluster: Cluster) -> int:
+    """Return by how many ranks stages may be moved, without a change of what they share with each other: a group inside
+    the outermost level, where groups are equal; else as many as no rank is moved by."""
+    if any(level.groups for level in cluster.levels):
+        return cluster.world
+    return cluster.levels[-2].size if len(cluster.levels) > 1 else 1
+
+
 class Loads:
     """The loads of messages and sums on one cluster, each computed once.
 
@@ -178,9 +186,18 @@ class Loads:
     """
 
     def __init__(self, cluster: Cluster) -> None:
+        self._unit = moved_by(cluster)
         self.p2p = cache(partial(p2p_load, cluster))
         self.ring = cache(partial(ring_load, cluster))
         self.to_owners = cache(partial(owners_load, cluster))
+
+    def paces(self, before: tuple[int, ...], ranks: tuple[int, ...]) -> tuple[tuple[int, float], tuple[int, float]]:
+        """Return the pace of a message between stages on these ranks, (0, 0) if nothing is before, and that of a turn
+        of the ring of `ranks`; where stages stand alike on other groups of devices, they are found once.
+        """
+        away = min(min(before, default=ranks[0]), min(ranks)) // self._unit * self._unit
+        before, ranks = (tuple([rank - away for rank in each]) for each in (before, ranks))
+        return self.p2p(before, ranks).pace if before else (0, 0.0), self.ring(ranks, 1).pace
 
     def between(self, src: Stage, dst: Stage) -> tuple[PortLoad, ...]:
         """Return the loads of a message between two stages, by micro-batch until they repeat."""

@@ -14,7 +14,7 @@ from support.languages.graphs import cluster
 from support.oracles.planner_oracle import FASTEST
 
 from autopart.ir.cluster import Cluster, Device, Level, Link, Port
-from autopart.passes.simulation.traffic import PortLoad, merged, owners_load, p2p_load, ring_load
+from autopart.passes.simulation.traffic import Loads, PortLoad, merged, owners_load, p2p_load, ring_load
 
 Pairs = Counter[tuple[int, int]]
 Ranks = tuple[int, ...]
@@ -141,6 +141,12 @@ def test_ports_count_as_one_where_every_load_puts_the_same_on_them(c: Cluster, e
     ports = [dict(own) for own in merged(loads)]
     numbers = {port for own in ports for port in own}
     assert {tuple(own.get(port) for own in ports) for port in numbers} == expected and len(numbers) == len(expected)
+
+
+@given(nodes(), groups, groups)
+def test_stages_that_stand_alike_on_other_groups_have_the_same_paces(c: Cluster, before: Ranks, ranks: Ranks) -> None:
+    assert Loads(c).paces(before, ranks) == (p2p_load(c, before, ranks).pace, ring_load(c, ranks, 1).pace)
+    assert Loads(c).paces((), ranks) == ((0, 0.0), ring_load(c, ranks, 1).pace)
 
 
 @given(nodes(), groups)

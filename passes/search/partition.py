@@ -58,7 +58,6 @@ Table = tuple[Ints, Ints] | tuple[Ints, Ints, Ints]
 TableOf = Callable[[int, int, int], Table | None]
 """From (k: place from the end, from 1; width; devices from its first to the last) to a table; None: not allowed."""
 
-
 Taken = tuple[int, ...]
 """Numbers of devices of each kind, or one number of positions."""
 
@@ -95,10 +94,8 @@ def by_length(matrix: npt.NDArray[_T], length: int) -> npt.NDArray[_T]:
 
 @lru_cache(maxsize=8)
 def ends_of(n: int, length: int) -> Ints:
-    """Return the matrix of a + i, but at most n, over (a, i); it is shared, so nobody may write to it."""
-    ends = np.asarray(np.minimum(np.arange(n + 1)[:, None] + np.arange(length + 1)[None, :], n))
-    ends.flags.writeable = False
-    return ends
+    """Return the matrix of a + i, but at most n, over (a, i), which nobody writes to."""
+    return np.asarray(np.minimum(np.arange(n + 1)[:, None] + np.arange(length + 1)[None, :], n))
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from typing import NamedTuple
 from autopart.ir.cluster import DEVICE_KINDS
 from autopart.ir.decision import Decision, Stage
 from autopart.ir.plan import Estimate
+from autopart.ir.program import Edge
 from autopart.passes.program.orders import ONE, Shape, placed
 from autopart.passes.program.routing import edges, tied, with_forward_only
 from autopart.passes.program.schedules import find
@@ -49,7 +50,8 @@ class Candidate:
 
     bounds, widths, latency_ns, first: those of a `Partition`; widths are those of positions.  per_rank: stages of each
     position.  placement: ONE, LOOP or V.  order: computes of each worker (`Decision.order`); (): the schedule's own.
-    recompute: the groups of each stage with which the order was found; (): as memory demands.
+    recompute: the groups of each stage with which the order was found; (): as memory demands.  whole: stages whose
+    backwards are not split in any case.
     """
 
     bounds: tuple[int, ...]
@@ -64,6 +66,7 @@ class Candidate:
     placement: str = ONE
     order: tuple[str, ...] = ()
     recompute: tuple[tuple[tuple[str, ...], ...], ...] = ()
+    whole: tuple[int, ...] = ()
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -154,11 +157,13 @@ def evaluate(space: SearchSpace, candidate: Candidate, spare_bytes: Sequence[int
     """Evaluate a candidate over the blocks of this space, with as much recomputed as the memory demands.
 
     Where it has replicas and the request leaves that open, they share the optimizer state if the candidate does not fit
-    otherwise, or if that makes it faster by `SHARING`.  spare_bytes: of each stage, memory to leave free.
+    otherwise, or if that makes it faster by `SHARING`.  Where backwards are split, some may be whole: those of stages
+    without room for what W keeps (`_partly_whole`).  spare_bytes: of each stage, memory to leave free.
     O(blocks + actions).
     """
     request, estimator = space.request, space.costs
     found = [fitted(space, candidate, int(request.zero == 1), spare_bytes)]
+    found += _partly_whole(space, candidate, found[0], spare_bytes)
     first = found[0]
     if request.may_shard and candidate.most_replicas > 1 and not first.decision.zero:
         sharing = replace(first.decision, zero=1)  # needs less memory
@@ -166,7 +171,8 @@ def evaluate(space: SearchSpace, candidate: Candidate, spare_bytes: Sequence[int
     shared = tied(first.decision, space.chain.blocks) if space.may_be_tied else ()
     steps = [simulated_ns(f.decision, f.estimates, f.links, shared, estimator) for f in found]
     step_ns, best = min(
-        zip(steps, found, strict=True), key=lambda pair: pair[0] * (1 + SHARING * pair[1].decision.zero)
+        zip(steps, found, strict=True),
+        key=lambda pair: (max(0, *pair[1].excess), pair[0] * (1 + SHARING * pair[1].decision.zero)),
     )
     worst = max(range(len(best.excess)), key=lambda s: best.excess[s])
     return Evaluation(space, candidate, best.decision, best.estimates, step_ns, max(0, best.excess[worst]), worst)
@@ -185,13 +191,49 @@ def fitted(space: SearchSpace, candidate: Candidate, zero: int, spare_bytes: Seq
     return min(found, key=lambda f: (max(0, *f.excess), max(e.fwd_ns + e.bwd_ns for e in f.estimates)))
 
 
+def _partly_whole(space: SearchSpace, candidate: Candidate, split: Fitted, spare_bytes: Sequence[int]) -> list[Fitted]:
+    """Return a plan with split backwards in which some are whole: first those of stages that do not fit otherwise, then
+    also those of stages that recompute more if they are split, since W keeps what recomputation has freed.
+
+    split: the plan with as many split as may be.  Stages of the same ranks share memory, and go together.
+    """
+    chosen, every = split.decision.stages, range(len(split.decision.stages))
+    if candidate.order or not find(candidate.schedule).splits:
+        return []
+    lacking = {s for s in every if split.excess[s] > 0}
+    if not lacking and not any(stage.recompute for stage in chosen):
+        return []
+    whole = fitted(space, replace(candidate, whole=tuple(every)), split.decision.zero, spare_bytes)
+    pairs = enumerate(zip(split.estimates, whole.estimates, strict=True))
+    slower = lacking | {s for s, (parted, single) in pairs if parted.recompute_ns > single.recompute_ns}
+    found = []
+    for some in dict.fromkeys((frozenset(lacking), frozenset(slower))):
+        ranks = {chosen[s].ranks for s in some}
+        stages = tuple([whole.decision.stages[s] if chosen[s].ranks in ranks else chosen[s] for s in every])
+        if some:
+            found.append(_measured(space, replace(split.decision, stages=stages), split.links, spare_bytes))
+    return found
+
+
+def _measured(space: SearchSpace, decision: Decision, links: tuple[Edge, ...], spare_bytes: Sequence[int]) -> Fitted:
+    estimates = stage_estimates(decision, links, space.costs)
+    return Fitted(decision, links, estimates, excess_of(decision, links, space.costs, spare_bytes))
+
+
 def staged(space: SearchSpace, candidate: Candidate, zero: int) -> Decision:
     """Return the decision of a candidate over blocks, without what memory demands.  O(blocks)."""
     request, names = space.request, [op.name for op in space.chain.blocks.ops]
     asked = candidate.recompute or [space.asked_of(names[a:b]) for a, b in pairwise(candidate.bounds)]
+    chosen = zip(pairwise(candidate.bounds), candidate.ranks, asked, strict=True)
     stages = tuple(
-        Stage(tuple(names[a:b]), ranks, groups, policy=request.policy if len(ranks) > 1 else "split")
-        for (a, b), ranks, groups in zip(pairwise(candidate.bounds), candidate.ranks, asked, strict=True)
+        Stage(
+            tuple(names[a:b]),
+            ranks,
+            groups,
+            policy=request.policy if len(ranks) > 1 else "split",
+            whole_backward=s in candidate.whole,
+        )
+        for s, ((a, b), ranks, groups) in enumerate(chosen)
     )
     decision = Decision(
         space.costs.cluster.world,
@@ -212,8 +254,7 @@ def _fit(space: SearchSpace, decision: Decision, spare_bytes: Sequence[int]) -> 
     links = edges(decision, space.chain.blocks)
 
     def measured(decision: Decision) -> Fitted:
-        estimates = stage_estimates(decision, links, estimator)
-        return Fitted(decision, links, estimates, excess_of(decision, links, estimator, spare_bytes))
+        return _measured(space, decision, links, spare_bytes)
 
     def recomputing(decision: Decision, stages: Sequence[int], spare: Sequence[int]) -> Decision:
         contexts = stage_contexts(decision, links, estimator)

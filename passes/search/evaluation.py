@@ -22,15 +22,14 @@ from typing import NamedTuple
 from autopart.ir.cluster import DEVICE_KINDS
 from autopart.ir.decision import Decision, Stage
 from autopart.ir.plan import Estimate
-from autopart.ir.program import Edge
-from autopart.passes.program.orders import ONE, Shape, placed
-from autopart.passes.program.routing import edges, tied, with_forward_only
+from autopart.passes.program.orders import ONE, placed
+from autopart.passes.program.routing import tied, with_forward_only
 from autopart.passes.program.schedules import find
+from autopart.passes.search.fitting import fit, partly_whole, without_room
 from autopart.passes.search.layout import Layout, in_proportion
-from autopart.passes.search.recomputation import Fitted, fitted_jointly, recomputed_stage
+from autopart.passes.search.recomputation import Fitted
 from autopart.passes.search.space import SearchSpace, Watch, is_other
-from autopart.passes.simulation.estimate import excess_of, simulated_ns, stage_estimates
-from autopart.passes.simulation.stage_costs import stage_contexts
+from autopart.passes.simulation.estimate import simulated_ns, stage_estimates
 
 SHARING = 0.02
 """Replicas share the optimizer state where memory does not demand it if the step gets shorter by at least this part, as
@@ -158,13 +157,15 @@ def evaluate(space: SearchSpace, candidate: Candidate, spare_bytes: Sequence[int
 
     Where it has replicas and the request leaves that open, they share the optimizer state if the candidate does not fit
     otherwise, or if that makes it faster by `SHARING`.  Where backwards are split, some may be whole: those of stages
-    without room for what W keeps (`_partly_whole`).  spare_bytes: of each stage, memory to leave free.
+    without room for what W keeps (`partly_whole`).  spare_bytes: of each stage, memory to leave free.
     O(blocks + actions).
     """
     request, estimator = space.request, space.costs
     found = [fitted(space, candidate, int(request.zero == 1), spare_bytes)]
-    found += _partly_whole(space, candidate, found[0], spare_bytes)
     first = found[0]
+    if without_room(first) and not candidate.order and find(candidate.schedule).splits:
+        every = replace(candidate, whole=tuple(range(candidate.stages)))
+        found += partly_whole(space, first, fitted(space, every, first.decision.zero, spare_bytes), spare_bytes)
     if request.may_shard and candidate.most_replicas > 1 and not first.decision.zero:
         sharing = replace(first.decision, zero=1)  # needs less memory
         found.append(replace(first, decision=sharing, estimates=stage_estimates(sharing, first.links, estimator)))
@@ -187,37 +188,8 @@ def fitted(space: SearchSpace, candidate: Candidate, zero: int, spare_bytes: Seq
     """
     decision = staged(space, candidate, zero)
     unequal = in_proportion(decision, space.costs, space.request.least_rows)
-    found = [_fit(space, each, spare_bytes) for each in dict.fromkeys((decision, unequal))]
+    found = [fit(space, each, spare_bytes) for each in dict.fromkeys((decision, unequal))]
     return min(found, key=lambda f: (max(0, *f.excess), max(e.fwd_ns + e.bwd_ns for e in f.estimates)))
-
-
-def _partly_whole(space: SearchSpace, candidate: Candidate, split: Fitted, spare_bytes: Sequence[int]) -> list[Fitted]:
-    """Return a plan with split backwards in which some are whole: first those of stages that do not fit otherwise, then
-    also those of stages that recompute more if they are split, since W keeps what recomputation has freed.
-
-    split: the plan with as many split as may be.  Stages of the same ranks share memory, and go together.
-    """
-    chosen, every = split.decision.stages, range(len(split.decision.stages))
-    if candidate.order or not find(candidate.schedule).splits:
-        return []
-    lacking = {s for s in every if split.excess[s] > 0}
-    if not lacking and not any(stage.recompute for stage in chosen):
-        return []
-    whole = fitted(space, replace(candidate, whole=tuple(every)), split.decision.zero, spare_bytes)
-    pairs = enumerate(zip(split.estimates, whole.estimates, strict=True))
-    slower = lacking | {s for s, (parted, single) in pairs if parted.recompute_ns > single.recompute_ns}
-    found = []
-    for some in dict.fromkeys((frozenset(lacking), frozenset(slower))):
-        ranks = {chosen[s].ranks for s in some}
-        stages = tuple([whole.decision.stages[s] if chosen[s].ranks in ranks else chosen[s] for s in every])
-        if some:
-            found.append(_measured(space, replace(split.decision, stages=stages), split.links, spare_bytes))
-    return found
-
-
-def _measured(space: SearchSpace, decision: Decision, links: tuple[Edge, ...], spare_bytes: Sequence[int]) -> Fitted:
-    estimates = stage_estimates(decision, links, space.costs)
-    return Fitted(decision, links, estimates, excess_of(decision, links, space.costs, spare_bytes))
 
 
 def staged(space: SearchSpace, candidate: Candidate, zero: int) -> Decision:
@@ -246,35 +218,6 @@ def staged(space: SearchSpace, candidate: Candidate, zero: int) -> Decision:
         order=candidate.order,
     )
     return with_forward_only(decision, space.learning)
-
-
-def _fit(space: SearchSpace, decision: Decision, spare_bytes: Sequence[int]) -> Fitted:
-    """Return a decision whose stages, ranks and rows are settled, with the changes that memory demands."""
-    request, estimator = space.request, space.costs
-    links = edges(decision, space.chain.blocks)
-
-    def measured(decision: Decision) -> Fitted:
-        return _measured(space, decision, links, spare_bytes)
-
-    def recomputing(decision: Decision, stages: Sequence[int], spare: Sequence[int]) -> Decision:
-        contexts = stage_contexts(decision, links, estimator)
-        chosen = [context.stage for context in contexts]
-        for s in stages:
-            chosen[s] = recomputed_stage(space, contexts[s], spare[s] if spare else 0)
-        return replace(decision, stages=tuple(chosen))
-
-    everything = request.recompute == "all"
-    every_stage = range(len(decision.stages))
-    found = measured(recomputing(decision, every_stage, spare_bytes) if everything else decision)
-    replicated = any(len(stage.ranks) > 1 for stage in decision.stages)
-    if max(found.excess) > 0 and request.may_shard and replicated and not decision.zero:
-        found = measured(replace(found.decision, zero=1))
-    if max(found.excess) > 0 and request.may_recompute and not everything:  # before the simulation, whose times differ
-        if not Shape.of(decision).homes:
-            over = [s for s in every_stage if found.excess[s] > 0]
-            return measured(recomputing(found.decision, over, spare_bytes))
-        return fitted_jointly(space, found, measured, spare_bytes)
-    return found
 
 
 # ---- the search ----------------------------------------------------------------------------------------------------

@@ -301,11 +301,6 @@ class Ordered(NamedTuple):
     work: Work
     room_bytes: tuple[int, ...]
 
-    @property
-    def whole(self) -> tuple[int, ...]:
-        """The stages whose backwards are not split."""
-        return Shape.of(self.decision).whole
-
 
 def with_order(space: SearchSpace, plan: Candidate, way: Ordered, effort: int) -> Candidate:
     """Return the plan with an order for one of its ways, and with what is recomputed there.
@@ -315,7 +310,7 @@ def with_order(space: SearchSpace, plan: Candidate, way: Ordered, effort: int) -
     shape, ranks = replace(Shape.of(way.decision), order=()), [stage.ranks for stage in way.decision.stages]
     order = search_order(shape, way.links, way.tied, ranks, way.work, room_bytes=way.room_bytes, effort=effort).order
     recomputed = tuple([stage.recompute for stage in way.decision.stages])
-    return replace(plan, order=order, recompute=recomputed, whole=way.whole)
+    return replace(plan, order=order, recompute=recomputed, whole=shape.whole)
 
 
 def shortest_way(space: SearchSpace, plan: Candidate, zero: int, below_ns: float = math.inf) -> Ordered | None:

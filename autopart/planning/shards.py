@@ -137,7 +137,8 @@ def _ways_to_slice(
     graph: Graph, plain: Assignment, request: PlanRequest, recipe: Recipe, options: Options
 ) -> list[tuple[Assignment | None, PlanRequest]]:
     """Return the ways to divide slices of the lengths that are asked for, and of those that allow to cut tokens."""
-    shards, lengths, count = plain.shards, tuple(request.token_slices), options.token_slices
+    shards, lengths, count = plain.shards, request.token_slices, options.token_slices
+    assert isinstance(lengths, tuple)
     found = list[tuple[Assignment | None, PlanRequest]]()
     if isinstance(count, int) and recipe.tokens % shards == 0 and count * shards <= recipe.tokens:
         even = even_lengths(recipe.tokens, count, shards)

@@ -46,6 +46,18 @@ EXAMPLES = {
     "a folded schedule of a model that recomputes a part of itself": Setup(
         "checkpointed", (8, 6), counts=(1, 1), per_rank=2, placement=V, schedule="zb-v", micros=4
     ),
+    "split backwards of some stages beside recomputed ones with dropout": Setup(
+        "decoder_dropout",
+        (4, 4),
+        counts=(1, 1),
+        per_rank=2,
+        placement=V,
+        schedule="zb-v",
+        micros=3,
+        recompute=1.0,
+        whole=0.5,
+        seed=7,
+    ),
 }
 """On two ranks, what default seeds do not draw."""
 
@@ -157,5 +169,6 @@ def test_setups_differ_in_everything_that_may_be_drawn() -> None:
         "precision",
         "frozen",
         "backend",
+        "whole",
     ):
         assert len({getattr(setup, name) for setup in setups}) > 1, name

@@ -40,9 +40,10 @@ from autopart.ir.cluster import DEVICE_KINDS, Cluster
 from autopart.ir.decision import Decision
 from autopart.ir.errors import RefusedError, UsageError
 from autopart.ir.graph import Cost, Graph, Op, Size
-from autopart.passes.ops.analytic_costs import saved_values, storage
+from autopart.passes.ops.analytic_costs import saved_values
 from autopart.passes.ops.cost_model import FIELDS, CostTable, OpCosts
 from autopart.passes.ops.row import MATMUL
+from autopart.passes.ops.storage import storage
 from autopart.passes.ops.table import row_of
 from autopart.passes.ops.weight_parts import summed_bytes, weight_parts
 from autopart.passes.shards.assignment import Assignment, local_graph

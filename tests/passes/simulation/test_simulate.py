@@ -24,6 +24,7 @@ from autopart.passes.program.orders import Order, Shape
 from autopart.passes.program.routing import route
 from autopart.passes.program.schedules import find, in_flight, pattern, register
 from autopart.passes.program.verify import check_program
+from autopart.passes.simulation.charges import summing_ns
 from autopart.passes.simulation.estimate import simulated_ns, stage_estimates
 from autopart.passes.simulation.estimate import work_of as work_of_plan
 from autopart.passes.simulation.simulate import Work, ordered_ns, simulate, step_ns
@@ -385,4 +386,7 @@ def test_tied_gradients_are_summed_once_over_all_ranks_of_their_stages() -> None
     estimates = stage_estimates(decision, program.edges, estimator)
     work = work_of_plan(decision, estimates, program.edges, program.tied, estimator)
     assert work.tied == (((0, 1), 8, ring_load(c, (0, 1, 2, 3), 2)),)
+    assert work.tying_ns == (summing_ns(8, (0, 1, 2, 3), c),)
+    plain, longer = (step_ns(program, replace(work, tying_ns=each)) for each in ((), (700,)))
+    assert longer - plain == 700
     assert [size for size, _ in work.reduce] == [0, 4]

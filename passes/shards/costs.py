@@ -139,7 +139,7 @@ class GroupCosts:
     def _widths(self, columns: npt.NDArray[np.float64], sizes: _Table, device_type: int) -> None:
         """Let products take as much longer as their parts fill fewer waves, and as long as to read a whole weight."""
         units, t = DEVICE_KINDS[self.cluster.kind].units, self.assignment.shards
-        device = list(dict.fromkeys(self.cluster.devices))[device_type]
+        device = list(self.cluster.types)[device_type]
         op, tensor, item, n, k, parts, weight_bytes = self._products
         m = sizes[tensor] // (item * n)
         for row, pairs in ((_FWD, ((0, 1),)), (_BWD, ((0, 2), (2, 1)))):

@@ -28,7 +28,7 @@ from autopart.passes.simulation.play import (
     Wire,
     WorkerStep,
 )
-from autopart.passes.simulation.traffic import PortLoad, PortUse
+from autopart.passes.simulation.traffic import PortLoad, merged
 
 Message = tuple[int, int, str]
 """(source stage, destination stage, way)."""
@@ -297,25 +297,22 @@ _Key = tuple[int, int, str, int] | tuple[str, int]
 def _wires(work: Work) -> dict[_Key, Wire]:
     """Return how each message and each sum of gradients travels, if it takes time.
 
-    Ports that are always busy together and equally long count as one, so replicas cost nothing.  O(ports of all loads).
+    O(loads): ports that are always busy together count as one (`merged`).
     """
-    loads: list[tuple[_Key, tuple[int, PortLoad]]] = []
+    loads: list[tuple[_Key, int, PortLoad]] = []
     for message, (size, each) in work.messages.items():
         sizes = [part.sizes.get(message, 0) for part in work.slices] or [size]
         wires = product(sizes, each)  # of every slice, by micro-batch until they repeat
-        loads += [((*message, number), wire) for number, wire in enumerate(wires)]
-    loads += [((SUM_REPLICAS, stage), load) for stage, load in enumerate(work.reduce)]
-    loads += [((OPTIMIZER, stage), load) for stage, load in enumerate(work.gather)]
-    loads += [((SUM_TIED, place), (size, load)) for place, (_, size, load) in enumerate(work.tied)]
-    users: dict[PortUse, list[tuple[_Key, int]]] = {}
-    latency: dict[_Key, int] = {}
-    for key, (size, load) in loads:
-        if size and load.ways:
-            latency[key] = load.latency_ns
-            for way, taken in zip(load.ways, load.busy_ns(size), strict=True):
-                users.setdefault(way, []).append((key, taken))
-    found: dict[_Key, list[tuple[int, int]]] = {key: [] for key in latency}
-    for number, used in enumerate(dict.fromkeys(map(tuple, users.values()))):
-        for key, taken in used:
-            found[key].append((number, taken))
-    return {key: Wire(latency[key] + max([taken for _, taken in ways]), tuple(ways)) for key, ways in found.items()}
+        loads += [((*message, number), *wire) for number, wire in enumerate(wires)]
+    loads += [((SUM_REPLICAS, stage), *load) for stage, load in enumerate(work.reduce)]
+    loads += [((OPTIMIZER, stage), *load) for stage, load in enumerate(work.gather)]
+    loads += [((SUM_TIED, place), size, load) for place, (_, size, load) in enumerate(work.tied)]
+    loads = [(key, size, load) for key, size, load in loads if size and load.ways]
+    different = tuple(dict.fromkeys(load for _, _, load in loads))
+    ports = dict(zip(different, merged(different), strict=True))
+    found = {}
+    for key, size, load in loads:
+        taken = load.busy_ns(size)
+        ways = tuple([(port, taken[kind]) for port, kind in ports[load]])
+        found[key] = Wire(load.latency_ns + max(taken.values()), ways)
+    return found

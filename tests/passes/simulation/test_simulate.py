@@ -359,7 +359,8 @@ def check_ports(timeline: Timeline, work: Work) -> None:
     for span in timeline.spans:
         if span.action.is_a.role == SEND and span.end_ns > span.start_ns and span.action.peer is not None:
             size, (load,) = work.messages[span.action.stage, span.action.peer, span.action.is_a.way]
-            for way, busy in zip(load.ways, load.busy_ns(size), strict=True):
+            for way, share, rate in zip(load.ways, load.shares, load.rates, strict=True):
+                busy = load.busy_ns(size)[share, rate]
                 taken.setdefault(way, []).append((span.start_ns, span.start_ns + busy))
     for intervals in taken.values():
         assert all(one[1] <= two[0] for one, two in pairwise(sorted(intervals)))
@@ -385,7 +386,7 @@ def test_tied_gradients_are_summed_once_over_all_ranks_of_their_stages() -> None
     program = check_program(route(decision, g), "1f1b")
     estimates = stage_estimates(decision, program.edges, estimator)
     work = work_of_plan(decision, estimates, program.edges, program.tied, estimator)
-    assert work.tied == (((0, 1), 8, ring_load(c, (0, 1, 2, 3), 2)),)
+    assert work.tied == (((0, 1), 8, estimator.loads.ring((0, 1, 2, 3), 2)),)
     assert work.tying_ns == (summing_ns(8, (0, 1, 2, 3), c),)
     plain, longer = (step_ns(program, replace(work, tying_ns=each)) for each in ((), (700,)))
     assert longer - plain == 700

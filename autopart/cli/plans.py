@@ -95,12 +95,13 @@ def plan(
         asked = hand_options(hand, subject.model, flatten(subject.batch).rows or 1)
         return _compare(subject, cluster, [("chosen", flags), ("by hand", flags | asked)], as_json=as_json)
     made, graph, step = _planned(subject, cluster, options, simulate=trace is not None)
+    if out is not None:
+        save_plan(made, out)  # first: another trainer may have no words for it
     if as_json:
         print_json(plan_facts(made, graph))
     else:
         say(stage_table(made, graph) if export is None else exported(made, graph, export))
     if out is not None:
-        save_plan(made, out)
         say(f"plan written to {out}", err=as_json)
     elif not as_json:
         say("--out plan.json writes the plan to a file", err=True)

@@ -60,8 +60,9 @@ def plan_to_json(plan: Plan) -> str:
     """
     document = asdict(_Document(VERSION, plan.provenance, plan.decision, plan.outlook))
     for stage in document["decision"]["stages"]:
-        if stage["shards"] == 1:
-            del stage["shards"]
+        for name, usual in (("shards", 1), ("whole_backward", False)):
+            if stage[name] == usual:
+                del stage[name]
     for estimate in document["outlook"]["estimates"]:
         if estimate["hidden_ns"] == 0:
             del estimate["hidden_ns"]

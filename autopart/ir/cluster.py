@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate, groupby
@@ -293,6 +294,15 @@ class Cluster:
     def world(self) -> int:
         """Number of devices, which is the number of ranks."""
         return len(self.devices)
+
+    @property
+    def types(self) -> dict[Device, int]:
+        """Each kind of device and how many there are, the one of rank 0 first.  Equal ones mostly are one object."""
+        objects = {id(device): device for device in self.devices}
+        found = dict.fromkeys(objects.values(), 0)
+        for key, count in Counter(map(id, self.devices)).items():
+            found[objects[key]] += count
+        return found
 
     @property
     def kind(self) -> str:

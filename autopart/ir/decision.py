@@ -28,8 +28,10 @@ class Stage:
     number in `shares`.  Under the policy "turn" they get whole micro-batches instead, round robin (PipeDream, SOSP
     2019, section 3.2).  recompute: groups of ops of which only the inputs are kept; a group is computed again before
     its backward.  forward_only: whether it has no backward, since nothing on it learns, nor anything that it depends on
-    (`Graph.learning_ops`).  shards: ranks that compute parts of the same rows (tensor parallelism), next to each other
-    in `ranks`; each so many are one replica.  modules: the layers of its ops, for people: nothing depends on them.
+    (`Graph.learning_ops`).  whole_backward: whether its backward is one compute also where the schedule splits
+    backwards: then nothing is kept from I to W, and what recomputation frees is not held again.  shards: ranks that
+    compute parts of the same rows (tensor parallelism), next to each other in `ranks`; each so many are one replica.
+    modules: the layers of its ops, for people: nothing depends on them.
     """
 
     ops: tuple[str, ...]
@@ -38,6 +40,7 @@ class Stage:
     shares: tuple[int, ...] = ()
     policy: Policy = "split"
     forward_only: bool = False
+    whole_backward: bool = False
     shards: int = 1
     modules: tuple[str, ...] = field(default=(), compare=False)
 
@@ -153,8 +156,8 @@ def decision_problems(decision: Decision) -> Iterator[Problem]:
 
     The schedule has a name (`passes.program.schedules` checks whether it is known), sizes are positive, micro-batches
     differ by at most one row, ranks exist, no stage lists a rank or an op twice, recomputed ops are ops of the stage,
-    each listed once, and a fixed order has each compute of the pipeline at most once (whether it has all and can end is
-    proven of the program).
+    each listed once, and a fixed order has each compute of the pipeline at most once, and no part of a backward that is
+    whole (whether it has all and can end is proven of the program).
     """
     if decision.world < 1:
         yield "world", f"at least 1 rank is needed, not {decision.world}"
@@ -178,7 +181,7 @@ def _order_problems(decision: Decision) -> Iterator[Problem]:
     limits = len(decision.stages), len(decision.micro_rows), decision.slices
     for i, text in enumerate(decision.order):
         for word in text.split():
-            wrong = _not_a_compute(word, limits)
+            wrong = _not_a_compute(word, limits) or _in_parts(word, decision)
             if wrong or word in seen:
                 yield f"order[{i}]", wrong or f"{word} stands twice"
                 break
@@ -196,6 +199,14 @@ def _not_a_compute(word: str, limits: tuple[int, int, int]) -> str:
     if any(not number < limit for number, limit in zip(action.slot, limits, strict=True)):
         return f"{shortened(word)}: there are {limits[0]} stages, {limits[1]} micro-batches and {limits[2]} slices"
     return ""
+
+
+def _in_parts(word: str, decision: Decision) -> str:
+    """Return what is wrong with a compute of an order if it is a part of a backward that is whole."""
+    action = parse_action(word)
+    if not (action.is_a.part_of and decision.stages[action.stage].whole_backward):
+        return ""
+    return f"{word}: stage {action.stage} has whole backwards, which look like {action.stage}B{action.micro}"
 
 
 def _size_problems(decision: Decision) -> Iterator[Problem]:

@@ -17,6 +17,13 @@ from autopart.ir.errors import GraphError
 Literal = None | bool | int | float | str | tuple["Literal", ...]
 
 
+def alike(a: Literal, b: Literal) -> bool:
+    """Return whether two arguments are the same.  NaN is the same as NaN, though not equal to it."""
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(map(alike, a, b))
+    return a == b or (a != a and b != b)
+
+
 @dataclass(frozen=True, slots=True)
 class Size:
     """The size of a micro-batch.

@@ -79,10 +79,10 @@ class Program:
     stage owns it.  slices: number of slices of each sequence.  divisions: how the ranks of each stage divide
     micro-batches; empty if all have equal shares of the rows.  owners: stages whose replicas share the optimizer state.
     statistics: stages whose replicas meet in every compute, as they share batch statistics.  posting: for each rank its
-    exchanges in the order in which it posts them; empty if the transport may post messages ahead
-    (`passes.program.messages`).  rhythm: of asynchronous training; nothing then happens once a step.  forward_only:
-    stages without a backward, whose optimizer does nothing.  unsummed: stages whose replicas have nothing to sum: no
-    gradients, no new buffers.  parted: tied parameters of which each rank of a shard group has a part.
+    exchanges in the order in which it posts them (on a rank its own alone); empty if the transport may post messages
+    ahead (`passes.program.messages`).  rhythm: of asynchronous training; nothing then happens once a step.
+    forward_only: stages without a backward, whose optimizer does nothing.  unsummed: stages whose replicas have nothing
+    to sum: no gradients, no new buffers.  parted: tied parameters of which each rank of a shard group has a part.
     """
 
     micros: int

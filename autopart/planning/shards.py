@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from autopart.ir.cluster import Cluster
+from autopart.ir.decision import listed_runs
 from autopart.ir.errors import AutopartError, InfeasibleError, RefusedError, UsageError
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Alternative, Plan
@@ -15,6 +16,7 @@ from autopart.passes.pipeline import PlannerInput
 from autopart.passes.program.schedules import find
 from autopart.passes.proof.lower_bound import Beaten
 from autopart.passes.search.space import PlanRequest
+from autopart.passes.search.variants.slicing import even_lengths
 from autopart.passes.shards.assignment import Assignment
 from autopart.passes.shards.calls import ATTENTION
 from autopart.passes.shards.choice import choose
@@ -85,14 +87,16 @@ def fastest(
             else:
                 plans.append((shards, for_ranks(find_plan(*for_groups(*found, assignment)), asked.graph, shards)))
         except Beaten as beaten:
-            slower.append(Alternative(f"tensor_parallel={shards}", beaten.least_ns, "at least; not searched"))
+            slower.append(Alternative(_named(shards, own.token_slices), beaten.least_ns, "at least; not searched"))
         except (RefusedError, InfeasibleError, UsageError) as failure:
             failures.append(failure)
     if not plans:
         raise failures[-1]
     _, best = min(plans, key=lambda each: each[1].step_ns)
     slower += [
-        Alternative(f"tensor_parallel={n}", plan.step_ns, f"{plan.step_ns / max(1, best.step_ns) - 1:+.1%}")
+        Alternative(
+            _named(n, plan.decision.token_slices), plan.step_ns, f"{plan.step_ns / max(1, best.step_ns) - 1:+.1%}"
+        )
         for n, plan in plans
         if plan is not best
     ]
@@ -101,19 +105,25 @@ def fastest(
     return replace(best, outlook=outlook.with_bound(min(bounds)) if bounds else outlook)
 
 
+def _named(shards: int, lengths: tuple[int, ...] | str) -> str:
+    cut = f", slices of {listed_runs(lengths)} tokens" if lengths and not isinstance(lengths, str) else ""
+    return f"tensor_parallel={shards}{cut}"
+
+
 def ways_to_divide(
     graph: Graph, shards: int, request: PlanRequest, recipe: Recipe | None, options: Options
 ) -> list[tuple[Assignment | None, PlanRequest]]:
     """Return what ranks may divide, each with the plans that may be searched for it.
 
     Where lengths of slices are open, and tokens can be cut inside of slices, these have lengths that allow it; else
-    whole sequences with cut tokens are searched, and slices without.  Raises RefusedError."""
+    whole sequences with cut tokens are searched, and slices without.  Where their number is given, slices with cut
+    tokens are searched, and those of the most even lengths.  Raises RefusedError."""
     require_shardable(graph, options)
     plain, lengths = choose(graph, shards), request.token_slices
     if recipe is None or not lengths:
         return [(plain, request)]
     if not isinstance(lengths, str):
-        return [(choice_for(graph, shards, recipe, lengths), request)]
+        return _ways_to_slice(graph, plain, request, recipe, options)
     for step in (1, shards) if recipe.tokens > shards else (1,):
         if sliced_problem(graph, plain, recipe, (step, recipe.tokens - step)) is None:
             return [(plain, replace(request, token_step=step))]
@@ -121,6 +131,25 @@ def ways_to_divide(
     uncut = choose(graph, shards, tuple(plain.pieces(graph).items()), sequence=False)
     possible = sliced_problem(graph, uncut, recipe, (1, recipe.tokens - 1)) is None
     return [*found, (uncut, request)] if possible else found
+
+
+def _ways_to_slice(
+    graph: Graph, plain: Assignment, request: PlanRequest, recipe: Recipe, options: Options
+) -> list[tuple[Assignment | None, PlanRequest]]:
+    """Return the ways to divide slices of the lengths that are asked for, and of those that allow to cut tokens."""
+    shards, lengths, count = plain.shards, request.token_slices, options.token_slices
+    assert isinstance(lengths, tuple)
+    found = list[tuple[Assignment | None, PlanRequest]]()
+    if isinstance(count, int) and recipe.tokens % shards == 0 and count * shards <= recipe.tokens:
+        even = even_lengths(recipe.tokens, count, shards)
+        if even != lengths and sliced_problem(graph, plain, recipe, even) is None:
+            found.append((plain, replace(request, token_slices=even)))
+    try:
+        return [*found, (choice_for(graph, shards, recipe, lengths), request)]
+    except RefusedError:
+        if not found:
+            raise
+        return found
 
 
 def for_groups(

@@ -56,17 +56,23 @@ def _decided(a: Decision, b: Decision) -> Iterator[str]:
     if len(a.stages) != len(b.stages):
         yield f"stages: {len(a.stages)} -> {len(b.stages)}"
     for s, (old, new) in enumerate(zip(a.stages, b.stages, strict=False)):
-        if old.ranks != new.ranks:
-            yield f"stage {s} ranks: {list(old.ranks)} -> {list(new.ranks)}"
-        if old.division != new.division and len(old.ranks) == len(new.ranks):
-            alike = old.replicas == new.replicas
-            before, after = (_division(old), _division(new)) if alike else (old.replicas, new.replicas)
-            yield f"stage {s} replicas: {before} -> {after}"
-        if old.recompute != new.recompute:
-            yield f"stage {s} recomputed ops: {sum(map(len, old.recompute))} -> {sum(map(len, new.recompute))}"
-        if old.forward_only != new.forward_only:
-            yield f"stage {s} is forward only: {'yes -> no' if old.forward_only else 'no -> yes'}"
+        yield from _of_stage(s, old, new)
     yield from _moved(a, b)
+
+
+def _of_stage(s: int, old: Stage, new: Stage) -> Iterator[str]:
+    if old.ranks != new.ranks:
+        yield f"stage {s} ranks: {list(old.ranks)} -> {list(new.ranks)}"
+    if old.division != new.division and len(old.ranks) == len(new.ranks):
+        alike = old.replicas == new.replicas
+        before, after = (_division(old), _division(new)) if alike else (old.replicas, new.replicas)
+        yield f"stage {s} replicas: {before} -> {after}"
+    if old.recompute != new.recompute:
+        yield f"stage {s} recomputed ops: {sum(map(len, old.recompute))} -> {sum(map(len, new.recompute))}"
+    if old.forward_only != new.forward_only:
+        yield f"stage {s} is forward only: {'yes -> no' if old.forward_only else 'no -> yes'}"
+    if old.whole_backward != new.whole_backward:
+        yield f"stage {s} backward: {'whole -> split' if old.whole_backward else 'split -> whole'}"
 
 
 def _moved(a: Decision, b: Decision) -> Iterator[str]:

@@ -20,7 +20,7 @@ COST_DESCRIPTIONS = {
     "measured": "op costs were measured on the device",
     "compiled": "op costs were measured on the device in compiled code",
 }
-WORDS = ("stage", "ranks", "modules", "learns")
+WORDS = ("stage", "ranks", "modules", "learns", "backward")
 """Columns of words; the others are numbers."""
 DISPENSABLE = ("out", "in", "work", "GFLOP", "end ms", "params", "ops", "weights", "grad+opt", "act x live", "modules")
 """Columns that a table that is too wide leaves out, in this order."""
@@ -111,6 +111,7 @@ def _stage(plan: Plan, s: int, graph: Graph | None) -> dict[str, object]:
         facts["params"] = parameter_count(graph, set(stage.ops))
     facts["recomputed"] = sum(map(len, stage.recompute))
     facts["forward_only"] = stage.forward_only
+    facts["whole_backward"] = stage.whole_backward
     if plan.estimates:
         facts |= asdict(plan.estimates[s])
     return facts
@@ -174,9 +175,16 @@ def _stage_row(plan: Plan, s: int, modules: Sequence[Sequence[str]], graph: Grap
         row["recomputed"] = str(sum(map(len, stage.recompute)))
     if any(other.forward_only for other in plan.stages):
         row["learns"] = "no" if stage.forward_only else "yes"
+    if any(other.whole_backward for other in plan.stages):
+        row["backward"] = backward_of(stage)
     if plan.estimates:
         row |= _numbers(plan.estimates[s])
     return row
+
+
+def backward_of(stage: Stage) -> str:
+    """Say whether the backward of a stage is split, where the schedule splits some."""
+    return "none" if stage.forward_only else "whole" if stage.whole_backward else "split"
 
 
 def divided(stage: Stage) -> str:
@@ -225,6 +233,8 @@ def _footer(decision: Decision, outlook: Outlook, costs: str) -> list[str]:
     lines = [summary(decision)]
     if any(stage.forward_only for stage in decision.stages):
         lines.append("stages on which nothing learns are forward only: no backward, no gradients, no optimizer")
+    if any(stage.whole_backward for stage in decision.stages):
+        lines.append("stages without room for what W keeps run whole backwards inside of the schedule's order")
     if outlook.step_ns:
         lines.append(f"simulated, not measured: step {_ms(outlook.step_ns)} ms, bubble {outlook.bubble * 100:.1f} %")
     if outlook.optimality is not None:

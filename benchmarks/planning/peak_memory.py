@@ -46,6 +46,7 @@ class Case:
     adam: bool = False
     masters: bool = False
     compiled: bool = False
+    schedule: str = "auto"
 
     @property
     def options(self) -> dict[str, Any]:
@@ -53,7 +54,7 @@ class Case:
         again: Any = (f"{MODELS[self.model].layers}.*",) if self.recompute == "each layer" else self.recompute
         return {
             "micro_batches": self.micros, "recompute": again, "stages": self.stages, "replicas": self.replicas,
-            "zero": self.zero, "optimizer": "adamw" if self.adam else "sgd",
+            "zero": self.zero, "optimizer": "adamw" if self.adam else "sgd", "schedule": self.schedule,
             "costs": "measured" if self.compiled else "analytic",
             "master_weights": self.masters, "backend": "inductor" if self.compiled else "eager",
         }  # fmt: skip
@@ -62,6 +63,7 @@ class Case:
         parts = [f"{self.model}, {self.micros} micro-batches, recompute {self.recompute}"]
         if self.stages * self.replicas > 1:
             parts.append(f"{self.stages} stages x {self.replicas} replicas")
+        parts += [self.schedule] * (self.schedule != "auto")
         parts += ["bf16 with masters"] * self.masters + ["compiled"] * self.compiled
         parts += ["ZeRO-1"] * self.zero + ["AdamW"] * self.adam + ["accumulating"] * self.accumulates
         return ", ".join(parts)
@@ -82,6 +84,7 @@ ALONE = (
 TOGETHER = (
     Case("gpt2", 4, stages=2, adam=True),
     Case("llama", 4, "each layer", stages=2, adam=True),
+    *(Case(name, 4, "each layer", stages=2, schedule="zb-h1") for name in ("gpt2", "llama")),
     *(
         Case(name, micros, recompute, replicas=2, zero=zero, adam=True)
         for name, micros, recompute in (

@@ -85,6 +85,7 @@ def _translation(model: str) -> BenchModel:
 MODELS: dict[str, BenchModel] = {
     "gpt2": BenchModel(gpt2(2048, 256, 8), tokens(2048, 16, 96), "transformer.h", 8),
     "gpt2, vocabulary 50257": BenchModel(gpt2(50257, 192, 8), tokens(50257, 16, 48), "transformer.h", 8),
+    "tiny": BenchModel(gpt2(256, 32, 4), tokens(256, 8, 16), "transformer.h", 4),
     "llama, vocabulary 32000": BenchModel(_llama(32000, 256, 6), tokens(32000, 16, 48), "model.layers", 6),
     "llama": BenchModel(_llama(2048, 256, 9), tokens(2048, 16, 96), "model.layers", 9),
     "mistral": BenchModel(

@@ -56,7 +56,7 @@ def on_rank(mbit: int, rounds: int) -> dict[str, Any]:
     checked = autopart.verify(case.model(), cluster, sample=case.batch(), costs="analytic", **options)
     batch = case.batch()
     with autopart.compile(case.model(), cluster, sample=batch, costs="measured", **options) as pipe:
-        seconds, forecasts = [], [predicted(pipe, batch)]
+        seconds, forecasts = [], [predicted(pipe, batch).step_ns * 1e-9]
         for number in range(2 + rounds):
             pipe.zero_grad()
             dist.barrier()
@@ -66,8 +66,8 @@ def on_rank(mbit: int, rounds: int) -> dict[str, Any]:
             if number >= 2:
                 seconds.append(time.perf_counter() - began)
             if number == rounds // 2:
-                forecasts.append(predicted(pipe, batch))
-        forecasts.append(predicted(pipe, batch))
+                forecasts.append(predicted(pipe, batch).step_ns * 1e-9)
+        forecasts.append(predicted(pipe, batch).step_ns * 1e-9)
         stage_ranks = pipe.program.stage_ranks
         pipe.close(sync=False)
     return {

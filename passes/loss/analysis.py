@@ -10,7 +10,7 @@ import math
 from dataclasses import replace
 from fractions import Fraction
 
-from autopart.ir.graph import Graph, LossReduction, Value
+from autopart.ir.graph import Graph, LossReduction, Value, alike
 from autopart.passes.loss.masks import Masks
 from autopart.passes.loss.rules import NO_RULE, RULES, averaged, create, is_zero, of_terms
 from autopart.passes.ops.context import OpContext
@@ -252,7 +252,7 @@ def steady_updates(graph: Graph, other: Graph) -> frozenset[str]:
         op.name
         for op, twin in zip(graph.ops, other.ops, strict=True)
         if op.random
-        or op.attrs != twin.attrs
+        or not alike(op.attrs, twin.attrs)
         or not constants.isdisjoint(op.params)
         or any(shapes[a].shape != others[b].shape for a, b in zip(op.writes, twin.writes, strict=True))
     }

@@ -22,11 +22,12 @@ from dataclasses import replace
 
 from autopart.ir.cluster import DEVICE_KINDS, Device
 from autopart.ir.graph import Cost, Graph, Literal, Op, Param, Size, Value
-from autopart.passes.ops.casts import cast_parameter, cast_values
-from autopart.passes.ops.flops import backward_flops, flops, operands, seen_share, shape_of
+from autopart.passes.ops.casts import cast_parameter
+from autopart.passes.ops.flops import backward_flops, flops, seen_share, shape_of
 from autopart.passes.ops.letters import added_operands
 from autopart.passes.ops.resize import resize
 from autopart.passes.ops.row import CREATION, VIEW, OpRow
+from autopart.passes.ops.storage import is_fused, names_of, storage
 from autopart.passes.ops.table import row_of
 from autopart.passes.ops.weight_parts import Addition, additions, weight_parts
 
@@ -115,7 +116,8 @@ def _cost(
     return Cost(
         forward_ns,
         backward_ns + passing_ns(added.own, device) if added.flows else 0,
-        _hidden_bytes(op, values, params, device) + sum(values[name].size_bytes for name in kept),
+        _hidden_bytes(op, values, params, device)
+        + sum(values[name].size_bytes for name in kept if not _made_anew(name, op, values, roots, device)),
         0 if row_of(op.target).family == VIEW else scratch,
         work,
     )
@@ -175,7 +177,7 @@ def saved_values(op: Op, values: Mapping[str, Value], params: Mapping[str, Param
 def _factors(op: Op, row: OpRow, values: Mapping[str, Value], params: Mapping[str, Param]) -> tuple[str, ...]:
     """Operands by which the gradient of another one is multiplied: a*b saves `a` if b needs a gradient."""
     added = added_operands(row)
-    refs = [ref for place, ref in enumerate(_names(op)) if place not in added]
+    refs = [ref for place, ref in enumerate(names_of(op)) if place not in added]
     learning = {name for name in refs if name in params and params[name].trainable}
     needing = {i for i, ref in enumerate(refs) if (values[ref].grad if ref in values else ref in learning)}
     if row.saves == "quotient":  # a/b: b for the gradient of a, both for the gradient of b
@@ -183,11 +185,6 @@ def _factors(op: Op, row: OpRow, values: Mapping[str, Value], params: Mapping[st
     else:
         kept = [ref for i, ref in enumerate(refs) if needing - {i}]
     return tuple(dict.fromkeys(ref for ref in kept if ref in values))
-
-
-def _names(op: Op) -> list[str]:
-    """Names of the tensor arguments in order."""
-    return [ref[1:] for ref in operands(op)] or [*op.reads, *op.params]
 
 
 def _hidden_bytes(op: Op, values: Mapping[str, Value], params: Mapping[str, Param], device: Device) -> int:
@@ -205,6 +202,10 @@ def _hidden_bytes(op: Op, values: Mapping[str, Value], params: Mapping[str, Para
             layers = int(str(attrs.get("num_layers", 1)))
             reversed_input = 0.5 if attrs.get("bidirectional") else 0.0
             return int(out.size_bytes * (layers * (_STATES[cell] + reversed_input) + layers - 1))
+        case "indices":
+            return math.prod(out.shape) * 8 if len(op.writes) == 1 else 0
+        case "channels":
+            return 2 * out.shape[1] * 4 if len(out.shape) > 1 else 0
         case "statistics":
             groups = attrs.get("num_groups", attrs.get("group"))
             if groups is not None:
@@ -213,48 +214,41 @@ def _hidden_bytes(op: Op, values: Mapping[str, Value], params: Mapping[str, Para
     return 0
 
 
-_STATES = {"lstm": 16.5, "gru": 7.0, "rnn": 1.0}
+_STATES = {"lstm": 15.25, "gru": 7.0, "rnn": 1.0}
 """Tensors of the size of the hidden state that a recurrent layer keeps for each token: gates, states and their copies,
-as counted on CPUs."""
+as counted on CPUs; besides the result, which an LSTM keeps too."""
 
 
 def _attention_bytes(op: Op, values: Mapping[str, Value], params: Mapping[str, Param], device: Device) -> int:
-    """One float32 per query for a fused kernel, which on CUDA draws dropout's mask again in the backward.  CPUs have no
-    fused kernel with dropout: scores, their mask and the product of both are saved."""
-    query, key = (shape_of(dict(op.attrs).get(name), values, params) for name in ("query", "key"))
+    """One float32 per query for a fused kernel, which on CUDA draws dropout's mask again in the backward, and a mask of
+    bools as numbers.  Op by op (`_op_by_op`) products keep scaled queries and keys and the softmax of the scores;
+    dropout keeps its mask, in numbers, and its result."""
+    attrs = dict(op.attrs)
+    query, key, mask = (shape_of(attrs.get(name), values, params) for name in ("query", "key", "attn_mask"))
     if query is None or key is None:
         return 0
-    queries = math.prod(query[:-1])
-    if op.random and device.kind == "cpu":
-        return queries * key[-2] * (2 * _item_bytes(values[op.writes[0]]) + 1)
-    return queries * 4
+    queries, item = math.prod(query[:-1]), _item_bytes(values[op.writes[0]])
+    scores = queries * key[-2]
+    if _op_by_op(op, values, device):
+        return item * (math.prod(query) + math.prod(key) + scores * (3 if op.random else 1))
+    given = values.get(str(attrs.get("attn_mask"))[1:])
+    return queries * 4 + (math.prod(mask) * item if mask and given and given.dtype == "bool" else 0)
+
+
+def _op_by_op(op: Op, values: Mapping[str, Value], device: Device) -> bool:
+    """Whether a device computes an attention without a fused kernel."""
+    return row_of(op.target).hidden == "attention" and device.kind == "cpu" and not is_fused(op, values)
+
+
+def _made_anew(name: str, op: Op, values: Mapping[str, Value], roots: Mapping[str, str], device: Device) -> bool:
+    """Whether an attention that runs op by op keeps something else instead of this storage (`_attention_bytes`): all
+    but that of its values."""
+    own = str(dict(op.attrs).get("value"))[1:]
+    return _op_by_op(op, values, device) and name != roots.get(own, own)
 
 
 def _item_bytes(value: Value) -> int:
     return value.size_bytes // max(1, math.prod(value.shape))
-
-
-def storage(graph: Graph) -> dict[str, str]:
-    """For each value, the value or parameter whose storage it shares.
-
-    A view has its operand's.  A reshape is a view unless an op before it left its elements out of order (transpose,
-    slice, expand), in which case it copies.  O(values).
-    """
-    roots: dict[str, str] = {name: name for name in graph.inputs}
-    casts = cast_values(graph)
-    out_of_order: set[str] = set()
-    for op in graph.ops:
-        row, refs = row_of(op.target), _names(op)
-        source = refs[0] if refs else ""
-        moved = source in out_of_order
-        shares = row.family == VIEW and not (moved and row.storage == "reshape")
-        for place, written in enumerate(op.writes):
-            base = refs[place] if row.name == "broadcast_tensors" and place < len(refs) else source
-            roots[written] = roots.get(base, base) if shares and base else written
-            roots[written] = casts.get(written, roots[written])
-            if shares and (moved or row.storage == "out of order"):
-                out_of_order.add(written)
-    return roots
 
 
 def _kept(graph: Graph, roots: Mapping[str, str]) -> dict[str, tuple[str, ...]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from autopart.ir.graph import Literal, Op, Param, Value
+from autopart.ir.graph import Literal, Op, Param, Value, alike
 from autopart.passes.ops.flops import operands
 from autopart.passes.ops.letters import Letters, Shape, letters
 from autopart.passes.ops.placement import CONSTANT, REPLICATE, RowPlacement, coupled
@@ -48,7 +48,7 @@ class OpCall:
 
     def differs(self, key: str) -> bool:
         """Whether an argument differs between the captures."""
-        return self.attrs.get(key) != self.other_attrs.get(key)
+        return not alike(self.attrs.get(key), self.other_attrs.get(key))
 
     def differing(self) -> set[str]:
         """Arguments that differ between the captures."""
@@ -111,7 +111,7 @@ class OpContext(OpCall):
 
     def growth(self, mine: Literal, other: Literal) -> int:
         """The power of the number of rows that an argument is proportional to."""
-        if mine == other:
+        if alike(mine, other):
             return 0
         if isinstance(mine, (int, float)) and isinstance(other, (int, float)) and mine and other:
             ratio, step = mine / other, self.rows / self.other_rows

@@ -12,7 +12,7 @@ import math
 from dataclasses import replace
 
 from autopart.ir.errors import GraphError
-from autopart.ir.graph import Graph, Literal, Op, Size, Value
+from autopart.ir.graph import Graph, Literal, Op, Size, Value, alike
 
 
 class _NoLine(Exception):
@@ -70,7 +70,7 @@ class _Scale:
         return replace(a, attrs=tuple(attrs))
 
     def literal(self, a: Literal, b: Literal) -> Literal:
-        if a == b:
+        if alike(a, b):
             return a
         if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b):
             return tuple([self.literal(x, y) for x, y in zip(a, b, strict=True)])

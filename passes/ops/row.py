@@ -56,12 +56,12 @@ class OpRow:
         "indices": operands and results that are not floating point; "mask": its second result.
     hidden: what it keeps in tensors that are not values of the graph.  "mask": a byte per element unless the mask is a
         value; "log_softmax": of its first operand; "attention": normalisers or scores; "statistics": two per vector;
-        "lstm", "gru", "rnn": gates and states of every token.
+        "channels": two per channel; "indices": one per element of the result; "lstm", "gru", "rnn": gates and states of
+        every token.
     flops: floating point operations of the forward.  "none"; "written", "read": one per element; "equation",
         "weights": read from the arguments (einsum, recurrent cells); else letters of the axes whose sizes multiply
         ("...mnk", terms separated by "+"), each counting two.
-    storage: of a view.  "in order"; "out of order": its elements no longer lie as their axes say; "reshape": a view
-        where the operand lies in order, else a copy.
+    storage: of a view, if `ops.storage` does not follow its strides: "in order", "out of order" or "reshape".
     same_elements: the result holds the elements of its operand and no others.
     looks_up: it reads of its operand only what it returns.
     averages: of a loss function, what the mean is over: "elements", "rows" or "classes".

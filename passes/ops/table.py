@@ -98,7 +98,7 @@ def _norms() -> Iterator[OpRow]:
     yield from trailing("layer_norm rms_norm _fused_rms_norm")
     yield from trailing("native_layer_norm", saves="both")
     yield from norm("group_norm native_group_norm", "nc..., c, c -> nc..., ng, ng", may_mix="c.")
-    per_sample = partial(norm, axes="nc..., c, c, c, c -> nc..., c, c, c, c", may_mix="c.")
+    per_sample = partial(norm, hidden="channels", axes="nc..., c, c, c, c -> nc..., c, c, c, c", may_mix="c.")
     yield from per_sample("batch_norm _native_batch_norm_legit_functional", off=(("training", False),))
     yield from per_sample("""
         instance_norm native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training cudnn_batch_norm
@@ -145,7 +145,7 @@ def _products() -> Iterator[OpRow]:
         draws_unless_zero=("dropout", "train"),
     )
     of_lstm = "batch_first: bti, lbh, lbh, * -> bto, lbh, lbh | tbi, lbh, lbh, * -> tbo, lbh, lbh"
-    yield from recurrent("lstm", axes=of_lstm, hidden="lstm")
+    yield from recurrent("lstm", axes=of_lstm, saves="both", hidden="lstm")
     yield from recurrent("gru", hidden="gru")
     yield from recurrent("rnn_tanh rnn_relu", hidden="rnn")
     yield from _convolutions()
@@ -222,9 +222,9 @@ def _losses() -> Iterator[OpRow]:
 
 
 def _windows() -> Iterator[OpRow]:
-    def window(names: str, axes: str, saves: str = "inputs") -> Iterator[OpRow]:
+    def window(names: str, axes: str, saves: str = "inputs", hidden: str = "") -> Iterator[OpRow]:
         mixed = "".join(sorted({letter for letter in axes if letter.isalpha()} - {"n"}))
-        return _rows(names, axes, family="window", may_mix=mixed, saves=saves)
+        return _rows(names, axes, family="window", may_mix=mixed, saves=saves, hidden=hidden)
 
     line, plane, box = "...x -> ...x", "...xy -> ...xy", "...xyz -> ...xyz"
     yield from window("adaptive_avg_pool1d upsample_nearest1d upsample_linear1d", line, "nothing")
@@ -232,7 +232,8 @@ def _windows() -> Iterator[OpRow]:
     yield from window("adaptive_avg_pool2d upsample_nearest2d upsample_bilinear2d", plane, "nothing")
     yield from window("upsample_bicubic2d _upsample_nearest_exact2d", plane, "nothing")
     yield from window("max_pool2d_with_indices", plane, "both")
-    yield from window("avg_pool2d max_pool2d adaptive_max_pool2d _adaptive_avg_pool2d", plane)
+    yield from window("avg_pool2d adaptive_max_pool2d _adaptive_avg_pool2d", plane)
+    yield from window("max_pool2d", plane, hidden="indices")
     yield from window("_upsample_bilinear2d_aa", plane)
     yield from window("adaptive_avg_pool3d upsample_nearest3d", box, "nothing")
     yield from window("avg_pool3d max_pool3d max_pool3d_with_indices adaptive_max_pool3d upsample_trilinear3d", box)

@@ -61,7 +61,7 @@ class WeightPart(NamedTuple):
 
 
 def weight_parts(graph: Graph, roots: Mapping[str, str]) -> list[WeightPart]:
-    """Return the weight part of each op.  roots: the storage of each value (`analytic_costs.storage`).  O(ops)."""
+    """Return the weight part of each op.  roots: the storage of each value (`storage`).  O(ops)."""
     values, params = graph.value_map(), graph.param_map()
     counted: set[str] = set()
     found = []

@@ -54,7 +54,8 @@ class Pipeline:
                 fix="use another schedule, token_slices=None and replica_policy='split'",
             )
         stages = range(shape.stages)
-        weight_ns = work.weight_ns or (0,) * shape.stages
+        waiting_ns = work.weight_ns or (0,) * shape.stages
+        weight_ns = tuple([0 if s in shape.whole else ns for s, ns in enumerate(waiting_ns)])
         hidden_ns = work.hidden_ns or (0,) * shape.stages  # of a backward that is whole: it is hidden
         bare_ns = [ns if weight else 0 for ns, weight in zip(hidden_ns, weight_ns, strict=True)]
         to = receivers(links)

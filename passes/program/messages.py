@@ -31,19 +31,21 @@ HOST: _Comm = ("host",)
 """The communicator of collectives of all ranks: numbers on the hosts, over which the ranks wait for each other."""
 
 
-def check_messages(program: Program) -> Program:
-    """Return the program with its posting order, if its messages and collectives pass under NCCL from the first
-    communicator on (`prove_messages`); else raise ProgramError.  O(order * ranks of a stage)."""
+def check_messages(program: Program, rank: int | None = None) -> Program:
+    """Return the program with its posting order, of one rank or of all, if its messages and collectives pass under NCCL
+    from the first communicator on (`prove_messages`); else raise ProgramError."""
     prove_messages(program)
-    return with_posting(program)
+    return with_posting(program, rank)
 
 
-def with_posting(program: Program) -> Program:
+def with_posting(program: Program, rank: int | None = None) -> Program:
     """Add to a program the exchanges of each rank in the order in which it posts them (`Program.posting`).
 
+    rank: the only one whose exchanges are wanted.
     After: exchanges of the same messages stand in one order at both ends: the order of the program, pairs of ranks
-    within a group of messages ascending.  O(order * ranks of a stage).
+    within a group of messages ascending.  O(order * ranks of a stage), for one rank O(order + its part * these).
     """
+    here = {stage for stage, ranks in enumerate(program.stage_ranks) if rank is None or rank in ranks}
 
     def between(numbered: tuple[int, Action]) -> object:
         """Group successive messages between the same two stages; every other action stands alone."""
@@ -55,17 +57,20 @@ def with_posting(program: Program) -> Program:
     for _, group in groupby(enumerate(program.order), between):
         pairs: dict[tuple[int, int], list[tuple[int, Action]]] = {}  # of different ranks: messages and their senders
         for _, action in group:
-            for rank in program.players(action):
-                done[rank] += 1
+            if action.is_a.meets != ALL and here.isdisjoint((action.stage, action.peer)):
+                continue
+            for player in program.players(action):
+                done[player] += 1
             for part in program.transfers(action) if action.is_a.role == SEND else ():
                 a, b = part.src_rank, part.dst_rank
-                if a != b:
+                if a != b and rank in (None, a, b):
                     pairs.setdefault((min(a, b), max(a, b)), []).append((a, action))
         for (low, high), messages in sorted(pairs.items()):
-            for rank, peer in ((low, high), (high, low)):
-                own = tuple(action for source, action in messages if source == rank)
+            for one, peer in ((low, high), (high, low)):
+                own = tuple(action for source, action in messages if source == one)
                 others = tuple(action for source, action in messages if source == peer)
-                found[rank].append(Exchange(peer, done[rank], own, others))
+                if rank in (None, one):
+                    found[one].append(Exchange(peer, done[one], own, others))
     return replace(program, posting=tuple(map(tuple, found)))
 
 

@@ -31,6 +31,7 @@ class Shape:
     none do; empty if no stage has any.  homes: for each stage the number of its worker, counted in the order of their
     first stages; empty if each stage has a worker of its own.  order: the computes of each worker as text, where the
     plan fixes them; empty if the schedule has them.  forward_only: stages without a backward.
+    whole: stages whose backwards are not split.
     """
 
     stages: int
@@ -40,6 +41,7 @@ class Shape:
     homes: tuple[int, ...] = ()
     order: tuple[str, ...] = ()
     forward_only: tuple[int, ...] = ()
+    whole: tuple[int, ...] = ()
 
     @staticmethod
     def of(decision: Decision) -> Shape:
@@ -54,6 +56,7 @@ class Shape:
             homes,
             decision.order,
             tuple([s for s, stage in enumerate(decision.stages) if stage.forward_only]),
+            tuple([s for s, stage in enumerate(decision.stages) if stage.whole_backward]),
         )
 
     @property

@@ -189,7 +189,7 @@ def tied(decision: Decision, graph: Graph, held: Mapping[str, Collection[int]] =
 
 
 def with_forward_only(decision: Decision, learning: Collection[str]) -> Decision:
-    """Mark the stages that are forward only, and no others; they recompute nothing.
+    """Mark the stages that are forward only, and no others; they recompute nothing, and have no backward to be whole.
 
     learning: the ops that have a backward (`Graph.learning_ops`); where there are none, as in evaluation, no stage is
     marked.  Under asynchronous schedules none is either: the rhythm of their updates has a backward on every stage,
@@ -199,7 +199,9 @@ def with_forward_only(decision: Decision, learning: Collection[str]) -> Decision
 
     def marked(stage: Stage) -> Stage:
         forward_only = may_be and not any(name in learning for name in stage.ops)
-        return replace(stage, forward_only=forward_only, recompute=() if forward_only else stage.recompute)
+        if not forward_only:
+            return replace(stage, forward_only=False)
+        return replace(stage, forward_only=True, recompute=(), whole_backward=False)
 
     return replace(decision, stages=tuple([marked(stage) for stage in decision.stages]))
 

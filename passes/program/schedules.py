@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import lcm
 
-from autopart.ir.actions import ACTIONS, COMPUTE, COMPUTES, FORWARD, IN_FLIGHT, Action, hands_on, parse_action
+from autopart.ir.actions import ACTIONS, BACKWARD, COMPUTE, COMPUTES, FORWARD, IN_FLIGHT, Action, hands_on, parse_action
 from autopart.ir.errors import ProgramError, UsageError, shortened
 from autopart.passes.program.named import BUILT_IN, FAMILY, SEARCHED, ahead_of
 from autopart.passes.program.orders import Order, Schedule, Shape, Turn
@@ -78,9 +78,10 @@ def most_held(schedule: Schedule, stage: int, shape: Shape) -> int | None:
 def worker_orders(schedule: Schedule, shape: Shape) -> Iterator[tuple[Turn, ...]]:
     """Yield the computes of each worker: a stage, or one of its replicas that take micro-batches in turn.
 
-    A schedule need not know which stages have no backward: what it has there is left out.  A user's need not know such
-    replicas either: each runs its part of the stage's order.  Raises ProgramError for
-    anything that is not a compute of this pipeline, and for slices if the schedule has no order over them.
+    A schedule need not know which stages have no backward: what it has there is left out; nor which have whole ones: B
+    then runs where I would.  A user's need not know replicas in turn either: each runs its part of the stage's order.
+    Raises ProgramError for anything that is not a compute of this pipeline, and for slices if the schedule has no order
+    over them.
     O(stages * micros * slices) for all workers.
     """
     if shape.slices > 1 and not schedule.sliced:
@@ -94,7 +95,7 @@ def worker_orders(schedule: Schedule, shape: Shape) -> Iterator[tuple[Turn, ...]
             fix=f"leave the order of the plan empty, or name its schedule {SEARCHED!r}",
         )
     for turns in _whole_orders(schedule, shape):
-        yield without_backward(turns, shape.forward_only)
+        yield unsplit(without_backward(turns, shape.forward_only), shape.whole)
 
 
 def without_backward(turns: tuple[Turn, ...], stages: Collection[int]) -> tuple[Turn, ...]:
@@ -102,6 +103,19 @@ def without_backward(turns: tuple[Turn, ...], stages: Collection[int]) -> tuple[
     if not stages:
         return turns
     return tuple([turn for turn in turns if turn[0] == COMPUTES[FORWARD] or turn[1] not in stages])
+
+
+def unsplit(turns: tuple[Turn, ...], stages: Collection[int]) -> tuple[Turn, ...]:
+    """Return the computes with whole backwards on these stages: B in the place of I, and no W.
+
+    Others wait for I alone, so an order that ends still ends; and a slot holds nothing behind B, so no worker ever
+    holds more.
+    """
+    if not stages:
+        return turns
+    parts = {name: COMPUTES[BACKWARD] if hands_on(name) else "" for name, kind in ACTIONS.items() if kind.part_of}
+    found = [(parts.get(kind, kind) if stage in stages else kind, stage, unit) for kind, stage, unit in turns]
+    return tuple([turn for turn in found if turn[0]])
 
 
 def _whole_orders(schedule: Schedule, shape: Shape) -> Iterator[tuple[Turn, ...]]:

@@ -238,4 +238,4 @@ def certified(evaluation: Evaluation, seconds: float) -> Certificate:
 def settles(request: PlanRequest, cluster: Cluster) -> bool:
     """Return whether a certificate bounds every plan of the request, which leaves only the placement of blocks open."""
     fixed = request.stages is not None and len(request.micro_rows) == 1
-    return fixed and len(set(cluster.devices)) == 1 and (not request.may_replicate or request.replicas is not None)
+    return fixed and len(cluster.types) == 1 and (not request.may_replicate or request.replicas is not None)

@@ -15,8 +15,9 @@ of devices, W those of all devices that work, and any 0 <= path, sums <= 1 and p
 A device is busy for all its computes.  The sum of a stage's gradients begins in the backward of its last micro-batch,
 when all forwards of the stage are done, and while it runs no more than n backwards of its device are left: with one
 stage a rank n = 1; with several n <= M, those of which activations are still held, and the stages of a rank never stand
-on all devices.  A block that is recomputed saves nothing and has a forward in each backward.  All of this is linear, so
-each block has its best devices for itself, and the bound is the sum of these: no plan is looked at.
+on all devices.  A block that is recomputed saves nothing and has a forward in each backward, but for its end, which
+need not run again where it is the last of its group (`redone_ns`).  All of this is linear, so each block has its best
+devices for itself, and the bound is the sum of these: no plan is looked at.
 
 Any prices give a bound; the best of a grid is taken.  Assumed: as in `sets`; what several blocks share needs no
 memory and no sum.
@@ -70,15 +71,16 @@ class Priced:
     @cached_property
     def _times(self) -> tuple[Ints, Floats]:
         """By set, places of the parts of a micro-batch for one of which at least its devices are busy; and of each part
-        forward, backward, and what of it makes gradients of weights, by block: endless for the last part."""
-        rows, fields = max(self.micro_rows), [0, 1, FIELDS.index("weight_ns")]
+        forward, backward, what of it makes gradients of weights, and the end of the forward that need not run again, by
+        block: endless for the last part."""
+        rows, fields = max(self.micro_rows), [0, 1, FIELDS.index("weight_ns"), FIELDS.index("tail_ns")]
         rates = rates_of(self.space, rows)
         needed = [rows_needed(taken, rates, rows) for taken in self.sets or ()]
         places = {part: place for place, part in enumerate(dict.fromkeys(part for parts in needed for part in parts))}
         times = [part_ns(self.space, kind, own, rows)[fields] for kind, own in places]
         most = max(map(len, needed))
         found = np.array([[*(places[part] for part in parts), *[-1] * (most - len(parts))] for parts in needed])
-        return found, np.concatenate([np.array(times), np.full((1, 3, self.space.chain.n), ENDLESS)])
+        return found, np.concatenate([np.array(times), np.full((1, len(fields), self.space.chain.n), ENDLESS)])
 
     @cached_property
     def _backward_ns(self) -> float:
@@ -115,7 +117,7 @@ class Priced:
     def ns(self, sums: float, memory: float, paths: Sequence[float]) -> list[float]:
         """Return the bounds at these prices of sums and of memory, in nanoseconds: one for each price of the path."""
         taken, (places, times), costs = np.array(self.sets, float), self._times, self.space.costs
-        fwd, bwd, later = times[:, 0], times[:, 1], times[:, 2]
+        fwd, bwd, later, tail = (times[:, field] for field in range(4))
         micros, saved = len(self.micro_rows), self._saved
         own, trained, summed = self._own
         replicas, weight = taken.sum(axis=1)[:, None], (taken @ self.weights)[:, None]
@@ -124,7 +126,7 @@ class Priced:
         room = float((price * limits * counts_of(self.space)).sum())
 
         def least(n: int, *, again: bool) -> Floats:
-            both = bwd + fwd if again else bwd
+            both = bwd + fwd - tail if again else bwd
             busy = (micros * fwd + (micros - sums * n) * both)[places].min(axis=1)
             cheapest = np.where(taken > 0, price, np.inf).min(axis=1)[:, None]
             return np.asarray(weight * busy + (0.0 if again else cheapest * n * saved))

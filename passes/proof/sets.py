@@ -13,7 +13,6 @@ holds for any choice.  Assumed: more rows take no less, and a part of the rows a
 
 from __future__ import annotations
 
-from collections import Counter
 from itertools import product
 from math import prod
 
@@ -31,7 +30,7 @@ FEW_ROWS = 16
 
 def counts_of(space: SearchSpace) -> Taken:
     """Return the devices of each type of the cluster."""
-    counts = Counter(space.costs.cluster.devices)
+    counts = space.costs.cluster.types
     return tuple([counts[kind] for kind in space.costs.device_types])
 
 

@@ -22,14 +22,14 @@ from typing import NamedTuple
 from autopart.ir.cluster import DEVICE_KINDS
 from autopart.ir.decision import Decision, Stage
 from autopart.ir.plan import Estimate
-from autopart.passes.program.orders import ONE, Shape, placed
-from autopart.passes.program.routing import edges, tied, with_forward_only
+from autopart.passes.program.orders import ONE, placed
+from autopart.passes.program.routing import tied, with_forward_only
 from autopart.passes.program.schedules import find
+from autopart.passes.search.fitting import fit, partly_whole, without_room
 from autopart.passes.search.layout import Layout, in_proportion
-from autopart.passes.search.recomputation import Fitted, fitted_jointly, recomputed_stage
+from autopart.passes.search.recomputation import Fitted
 from autopart.passes.search.space import SearchSpace, Watch, is_other
-from autopart.passes.simulation.estimate import excess_of, simulated_ns, stage_estimates
-from autopart.passes.simulation.stage_costs import stage_contexts
+from autopart.passes.simulation.estimate import simulated_ns, stage_estimates
 
 SHARING = 0.02
 """Replicas share the optimizer state where memory does not demand it if the step gets shorter by at least this part, as
@@ -49,7 +49,8 @@ class Candidate:
 
     bounds, widths, latency_ns, first: those of a `Partition`; widths are those of positions.  per_rank: stages of each
     position.  placement: ONE, LOOP or V.  order: computes of each worker (`Decision.order`); (): the schedule's own.
-    recompute: the groups of each stage with which the order was found; (): as memory demands.
+    recompute: the groups of each stage with which the order was found; (): as memory demands.  whole: stages whose
+    backwards are not split in any case.
     """
 
     bounds: tuple[int, ...]
@@ -64,6 +65,7 @@ class Candidate:
     placement: str = ONE
     order: tuple[str, ...] = ()
     recompute: tuple[tuple[tuple[str, ...], ...], ...] = ()
+    whole: tuple[int, ...] = ()
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -154,19 +156,24 @@ def evaluate(space: SearchSpace, candidate: Candidate, spare_bytes: Sequence[int
     """Evaluate a candidate over the blocks of this space, with as much recomputed as the memory demands.
 
     Where it has replicas and the request leaves that open, they share the optimizer state if the candidate does not fit
-    otherwise, or if that makes it faster by `SHARING`.  spare_bytes: of each stage, memory to leave free.
+    otherwise, or if that makes it faster by `SHARING`.  Where backwards are split, some may be whole: those of stages
+    without room for what W keeps (`partly_whole`).  spare_bytes: of each stage, memory to leave free.
     O(blocks + actions).
     """
     request, estimator = space.request, space.costs
     found = [fitted(space, candidate, int(request.zero == 1), spare_bytes)]
     first = found[0]
+    if without_room(first) and not candidate.order and find(candidate.schedule).splits:
+        every = replace(candidate, whole=tuple(range(candidate.stages)))
+        found += partly_whole(space, first, fitted(space, every, first.decision.zero, spare_bytes), spare_bytes)
     if request.may_shard and candidate.most_replicas > 1 and not first.decision.zero:
         sharing = replace(first.decision, zero=1)  # needs less memory
         found.append(replace(first, decision=sharing, estimates=stage_estimates(sharing, first.links, estimator)))
     shared = tied(first.decision, space.chain.blocks) if space.may_be_tied else ()
     steps = [simulated_ns(f.decision, f.estimates, f.links, shared, estimator) for f in found]
     step_ns, best = min(
-        zip(steps, found, strict=True), key=lambda pair: pair[0] * (1 + SHARING * pair[1].decision.zero)
+        zip(steps, found, strict=True),
+        key=lambda pair: (max(0, *pair[1].excess), pair[0] * (1 + SHARING * pair[1].decision.zero)),
     )
     worst = max(range(len(best.excess)), key=lambda s: best.excess[s])
     return Evaluation(space, candidate, best.decision, best.estimates, step_ns, max(0, best.excess[worst]), worst)
@@ -181,7 +188,7 @@ def fitted(space: SearchSpace, candidate: Candidate, zero: int, spare_bytes: Seq
     """
     decision = staged(space, candidate, zero)
     unequal = in_proportion(decision, space.costs, space.request.least_rows)
-    found = [_fit(space, each, spare_bytes) for each in dict.fromkeys((decision, unequal))]
+    found = [fit(space, each, spare_bytes) for each in dict.fromkeys((decision, unequal))]
     return min(found, key=lambda f: (max(0, *f.excess), max(e.fwd_ns + e.bwd_ns for e in f.estimates)))
 
 
@@ -189,9 +196,16 @@ def staged(space: SearchSpace, candidate: Candidate, zero: int) -> Decision:
     """Return the decision of a candidate over blocks, without what memory demands.  O(blocks)."""
     request, names = space.request, [op.name for op in space.chain.blocks.ops]
     asked = candidate.recompute or [space.asked_of(names[a:b]) for a, b in pairwise(candidate.bounds)]
+    chosen = zip(pairwise(candidate.bounds), candidate.ranks, asked, strict=True)
     stages = tuple(
-        Stage(tuple(names[a:b]), ranks, groups, policy=request.policy if len(ranks) > 1 else "split")
-        for (a, b), ranks, groups in zip(pairwise(candidate.bounds), candidate.ranks, asked, strict=True)
+        Stage(
+            tuple(names[a:b]),
+            ranks,
+            groups,
+            policy=request.policy if len(ranks) > 1 else "split",
+            whole_backward=s in candidate.whole,
+        )
+        for s, ((a, b), ranks, groups) in enumerate(chosen)
     )
     decision = Decision(
         space.costs.cluster.world,
@@ -204,36 +218,6 @@ def staged(space: SearchSpace, candidate: Candidate, zero: int) -> Decision:
         order=candidate.order,
     )
     return with_forward_only(decision, space.learning)
-
-
-def _fit(space: SearchSpace, decision: Decision, spare_bytes: Sequence[int]) -> Fitted:
-    """Return a decision whose stages, ranks and rows are settled, with the changes that memory demands."""
-    request, estimator = space.request, space.costs
-    links = edges(decision, space.chain.blocks)
-
-    def measured(decision: Decision) -> Fitted:
-        estimates = stage_estimates(decision, links, estimator)
-        return Fitted(decision, links, estimates, excess_of(decision, links, estimator, spare_bytes))
-
-    def recomputing(decision: Decision, stages: Sequence[int], spare: Sequence[int]) -> Decision:
-        contexts = stage_contexts(decision, links, estimator)
-        chosen = [context.stage for context in contexts]
-        for s in stages:
-            chosen[s] = recomputed_stage(space, contexts[s], spare[s] if spare else 0)
-        return replace(decision, stages=tuple(chosen))
-
-    everything = request.recompute == "all"
-    every_stage = range(len(decision.stages))
-    found = measured(recomputing(decision, every_stage, spare_bytes) if everything else decision)
-    replicated = any(len(stage.ranks) > 1 for stage in decision.stages)
-    if max(found.excess) > 0 and request.may_shard and replicated and not decision.zero:
-        found = measured(replace(found.decision, zero=1))
-    if max(found.excess) > 0 and request.may_recompute and not everything:  # before the simulation, whose times differ
-        if not Shape.of(decision).homes:
-            over = [s for s in every_stage if found.excess[s] > 0]
-            return measured(recomputing(found.decision, over, spare_bytes))
-        return fitted_jointly(space, found, measured, spare_bytes)
-    return found
 
 
 # ---- the search ----------------------------------------------------------------------------------------------------

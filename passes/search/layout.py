@@ -143,12 +143,14 @@ class Pools:
 
 def pools_of(cluster: Cluster, *, replicas: bool) -> Pools | None:
     """Return the devices by kind; None where they are alike, or too many of too many kinds."""
+    if cluster.world > SMALL:
+        return None
     ranks: dict[object, list[int]] = {}
     for rank, device in enumerate(cluster.devices):
         ranks.setdefault(device, []).append(rank)
     pools = Pools(tuple(map(tuple, ranks.values())), replicas)
     ways = prod(count + 1 if not replicas else (count + 1) * (count + 2) // 2 for count in pools.counts)
-    return pools if len(ranks) > 1 and cluster.world <= SMALL and ways <= MOST_TAKEN else None
+    return pools if len(ranks) > 1 and ways <= MOST_TAKEN else None
 
 
 def layouts(
@@ -190,7 +192,7 @@ def layouts(
 
 def all_orders(cluster: Cluster) -> bool:
     """Return whether every order of unlike devices is among the layouts."""
-    counts, world = Counter(cluster.devices).values(), cluster.world
+    counts, world = cluster.types.values(), cluster.world
     if len(counts) == 1 or world > MOST_ORDERS:
         return len(counts) == 1
     return factorial(world) // prod(map(factorial, counts)) <= MOST_ORDERS
@@ -199,7 +201,7 @@ def all_orders(cluster: Cluster) -> bool:
 def _orders(cluster: Cluster) -> list[tuple[int, ...]]:
     """Return the orders to lay the devices out in, rank order first; equal devices stay in order of rank."""
     plain = tuple(range(cluster.world))
-    counts = Counter(cluster.devices)
+    counts = cluster.types
     if len(counts) == 1:
         return [plain]
     if not all_orders(cluster):

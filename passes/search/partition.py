@@ -38,6 +38,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import add, gt, sub
 from typing import NamedTuple, TypeVar
 
@@ -56,7 +57,6 @@ Table = tuple[Ints, Ints] | tuple[Ints, Ints, Ints]
 `busy_ns` where the stage cannot be, also where b > n."""
 TableOf = Callable[[int, int, int], Table | None]
 """From (k: place from the end, from 1; width; devices from its first to the last) to a table; None: not allowed."""
-
 
 Taken = tuple[int, ...]
 """Numbers of devices of each kind, or one number of positions."""
@@ -92,8 +92,9 @@ def by_length(matrix: npt.NDArray[_T], length: int) -> npt.NDArray[_T]:
     return matrix[np.arange(n + 1)[:, None], ends_of(n, length)]
 
 
+@lru_cache(maxsize=8)
 def ends_of(n: int, length: int) -> Ints:
-    """Return the matrix of a + i, but at most n, over (a, i)."""
+    """Return the matrix of a + i, but at most n, over (a, i), which nobody writes to."""
     return np.asarray(np.minimum(np.arange(n + 1)[:, None] + np.arange(length + 1)[None, :], n))
 
 

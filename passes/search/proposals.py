@@ -202,7 +202,7 @@ def _partitions(tables: StageCostTables) -> list[tuple[Partition, Layout]]:
     def solved(most: int, tables: StageCostTables, idle: int) -> list[tuple[Partition, Layout]]:
         if isinstance(layout, Pools):
             return _taken(layout, most, tables)
-        alike = len(set(space.costs.cluster.devices)) == 1  # else it matters which devices idle
+        alike = len(space.costs.device_types) == 1  # else it matters which devices idle
         spare = 0 if alike or layout.depth > SMALL else layout.depth - idle
         found = solve_partition(n, layout.depth, layout.widths, most, tables, spare=spare)
         return [(_moved_up(partition, space, layout), layout) for partition in found]
@@ -244,7 +244,7 @@ def _moved_up(partition: Partition, space: SearchSpace, layout: Layout) -> Parti
     """Move a partition to the first positions where these are equal to its own, so that the last ranks idle."""
     cluster = space.costs.cluster
     nested = len(cluster.levels) > 1
-    if len(set(cluster.devices)) > 1 or (nested and (layout.pipeline_replicas > 1 or cluster.levels[-2].groups)):
+    if len(space.costs.device_types) > 1 or (nested and (layout.pipeline_replicas > 1 or cluster.levels[-2].groups)):
         return partition
     unit = cluster.levels[-2].size if nested else 1  # whole nodes
     return partition._replace(first=partition.first % unit)

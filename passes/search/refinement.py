@@ -24,7 +24,7 @@ from autopart.ir.graph import Size
 from autopart.passes.search.evaluation import Candidate, Evaluation, Search, fitted
 from autopart.passes.search.recomputation import Fitted
 from autopart.passes.search.space import SearchSpace, block_costs, fastest_sums
-from autopart.passes.simulation.estimate import played
+from autopart.passes.simulation.simulate import played
 
 CHOICES = 7
 """Places of a cut after one round: its own, the next blocks, and the next local minima of the bytes that cross."""

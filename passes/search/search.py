@@ -36,6 +36,9 @@ FEW = 4
 """Micro-batches per stage up to which equal stages are tried too, since the pipeline latency misjudges them."""
 EFFORT = 250_000
 """Actions that may be simulated in evaluating proposals."""
+SHORT = 10_000
+"""Actions up to which a proposal is evaluated whatever others took: deep pipelines come first where they promise as
+much as shorter ones, and one of 128 stages takes it all."""
 
 
 # ---- small spaces --------------------------------------------------------------------------------------------------
@@ -57,9 +60,10 @@ def evaluate_promising(search: Search) -> None:
     effort = EFFORT
     for space, candidate in _promising(search.proposals):
         hopeless = bool(search.fitting) and candidate.latency_ns > HOPELESS * search.best_ns
-        if not hopeless and (effort > 0 or not search.fitting):
+        actions = actions_of(candidate)
+        if not hopeless and (effort > 0 or actions <= SHORT or not search.fitting):
             search.evaluate(space, candidate)
-            effort -= actions_of(candidate)
+            effort -= actions
             # Groups are few, of few and coarse blocks each: of 12 stages some would have an eighth more than others.
             even = with_even_cuts(candidate, search.fine) if space.request.shards > 1 else None
             if even is not None:

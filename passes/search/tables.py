@@ -146,14 +146,14 @@ class StageCostTables:
     @_remembered
     def _place(self, layout: Layout | Pools, used: Any, width: Any) -> _Place:
         costs, (ranks, before) = self.space.costs, layout.stage(used, width)
-        devices = [costs.cluster.devices[rank] for rank in ranks]
-        device_types = tuple(sorted(costs.device_types.index(device) for device in devices))
+        cluster, kinds = costs.cluster, costs.device_types
+        device_types = (0,) if len(kinds) == 1 else tuple(sorted(kinds.index(cluster.devices[rank]) for rank in ranks))
         if len(set(device_types)) == 1 or len(ranks) > self._rows:
             device_types = tuple(sorted(set(device_types)))  # the slowest counts
-        memory = INFEASIBLE if self.ignore_memory else costs.cluster.least_memory_bytes(ranks)
-        arriving = costs.loads.p2p(before, ranks).pace if before else (0, 0.0)
-        summing = summing_ns(1 << 30, ranks, costs.cluster) / (1 << 30)
-        return _Place(device_types, memory, arriving, costs.loads.ring(ranks, 1).pace, summing)
+        memory = min(kinds[kind].memory_bytes - kinds[kind].reserve_bytes for kind in set(device_types))
+        arriving, ring = costs.loads.paces(before, ranks)
+        summing = summing_ns(1 << 30, ranks, cluster) / (1 << 30)
+        return _Place(device_types, INFEASIBLE if self.ignore_memory else memory, arriving, ring, summing)
 
     def _live(self, k: int) -> int:
         """Return the micro-batches in flight on the k-th stage from the end.

@@ -40,9 +40,10 @@ from autopart.ir.cluster import DEVICE_KINDS, Cluster
 from autopart.ir.decision import Decision
 from autopart.ir.errors import RefusedError, UsageError
 from autopart.ir.graph import Cost, Graph, Op, Size
-from autopart.passes.ops.analytic_costs import saved_values, storage
+from autopart.passes.ops.analytic_costs import saved_values
 from autopart.passes.ops.cost_model import FIELDS, CostTable, OpCosts
 from autopart.passes.ops.row import MATMUL
+from autopart.passes.ops.storage import storage
 from autopart.passes.ops.table import row_of
 from autopart.passes.ops.weight_parts import summed_bytes, weight_parts
 from autopart.passes.shards.assignment import Assignment, local_graph
@@ -138,7 +139,7 @@ class GroupCosts:
     def _widths(self, columns: npt.NDArray[np.float64], sizes: _Table, device_type: int) -> None:
         """Let products take as much longer as their parts fill fewer waves, and as long as to read a whole weight."""
         units, t = DEVICE_KINDS[self.cluster.kind].units, self.assignment.shards
-        device = list(dict.fromkeys(self.cluster.devices))[device_type]
+        device = list(self.cluster.types)[device_type]
         op, tensor, item, n, k, parts, weight_bytes = self._products
         m = sizes[tensor] // (item * n)
         for row, pairs in ((_FWD, ((0, 1),)), (_BWD, ((0, 2), (2, 1)))):

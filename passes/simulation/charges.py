@@ -158,7 +158,10 @@ def computing(share: Share) -> Amounts:
 
 def split_backward(share: Share) -> Amounts:
     """Charge what W takes where the backward has two parts, exchanges of I that it does not hide then, and what a
-    micro-batch keeps from I to W: the inputs and the gradients of its products."""
+    micro-batch keeps from I to W: the inputs and the gradients of its products, also those that a recomputed group has
+    freed.  Nothing of that where the stage's backward is whole."""
+    if share.stage.whole_backward:
+        return {}
     return {
         "hidden_ns": max([costs.hidden_ns for costs in share.costs]),
         "weight_ns": max([costs.weight_ns for costs in share.costs]),

@@ -14,7 +14,7 @@ from autopart.passes.program.routing import Tied
 from autopart.passes.program.schedules import find, pattern, streams
 from autopart.passes.program.stream import streaming_of
 from autopart.passes.simulation.charges import summing_ns
-from autopart.passes.simulation.simulate import SliceWork, Work, ordered_ns, simulate, step_ns
+from autopart.passes.simulation.simulate import SliceWork, Work, ordered_ns, played, simulate, step_ns
 from autopart.passes.simulation.slices import contexts_of, share_of
 from autopart.passes.simulation.stage_costs import (
     Estimator,
@@ -29,9 +29,6 @@ from autopart.passes.simulation.stage_costs import (
 Estimates = tuple[Estimate, ...]
 """The estimate of each stage, in order."""
 
-LONG = 20_000
-"""Actions of a program from which on candidates are judged by a shorter one."""
-
 
 def estimate(decision: Decision, program: Program, estimator: Estimator) -> Outlook:
     """Return `estimates` (bytes and nanoseconds), `step_ns` and `bubble` (a fraction) of a decision.
@@ -45,8 +42,8 @@ def estimate(decision: Decision, program: Program, estimator: Estimator) -> Outl
         return Outlook(steady_ns(decision, estimates), 0.0, estimates)
     work = work_of(decision, estimates, program.edges, program.tied, estimator)
     step = step_ns(program, work)
-    busy = program.micros * sum(sum(part.fwd_ns) + sum(part.bwd_ns) for part in work.slices or (work,))
     shape = Shape.of(decision)
+    busy = program.micros * sum(map(work.computing_ns, range(shape.stages)))
     whole = step * (len(shape.workers) if shape.homes else sum(shape.replicas))
     return Outlook(step, max(0.0, 1 - busy / whole) if whole else 0.0, estimates)
 
@@ -61,7 +58,9 @@ def simulated_ns(
 ) -> int:
     """Return the nanoseconds of the step.  estimates: of its stages.  links, tied: as `routing` derives them.
 
-    Of a long program two short ones are played instead (`played`); the other micro-batches follow at the same pace.
+    Of a long program two short ones are played instead (`played`); the other micro-batches follow at the same pace, but
+    no faster than the busiest rank works: behind a slow first stage the others live for long on what its first forwards
+    left them (`1f1b-deep`, with recomputation there).
     """
     schedule, shape = find(decision.schedule), Shape.of(decision)
     if not schedule.synchronous:
@@ -73,17 +72,9 @@ def simulated_ns(
     times = [ordered_ns(order, links, tied, ranks, work) for order in orders]
     if len(counts) == 1:
         return times[0]
-    return times[1] + (times[1] - times[0]) * (micros - counts[1]) // (counts[1] - counts[0])
-
-
-def played(stages: int, micros: int, schedule: str) -> tuple[int, ...]:
-    """Return the numbers of micro-batches that are simulated to know the step.
-
-    All of them, or of a long program as many as fill the pipeline (`Schedule.warm_up`), after which it goes at an even
-    pace, and twice as many.
-    """
-    full = stages * find(schedule).warm_up
-    return (full, 2 * full) if full and 6 * stages * micros > LONG and 3 * full < micros else (micros,)
+    left = micros - counts[1]
+    busiest_ns = max([sum(map(work.computing_ns, own)) for own in shape.workers])
+    return times[1] + max((times[1] - times[0]) * left // (counts[1] - counts[0]), busiest_ns * left)
 
 
 def steady_ns(decision: Decision, estimates: Estimates) -> int:
@@ -155,7 +146,9 @@ def work_of(
     for s, stage in enumerate(stages):
         apart = sum([index.summed[name] for name, users in tied if s in users])
         sums.append((params[s].summed_bytes - apart, stage.ranks))
-    tied_ranks = [tuple(sorted({rank for s in users for rank in stages[s].ranks})) for _, users in tied]
+    ties = []  # stages, bytes and ranks of each
+    for name, users in tied:
+        ties.append((users, index.summed[name], tuple(sorted({rank for s in users for rank in stages[s].ranks}))))
     return Work(
         fwd_ns=tuple(e.fwd_ns for e in estimates),
         bwd_ns=tuple(e.bwd_ns for e in estimates),
@@ -164,10 +157,8 @@ def work_of(
             (src, dst, way): (size, loads.between(stages[src], stages[dst]))
             for (src, dst, way), size in message_bytes(links, index.values).items()
         },
-        tied=tuple(
-            (users, index.summed[name], loads.ring(ranks, 2))
-            for (name, users), ranks in zip(tied, tied_ranks, strict=True)
-        ),
+        tied=tuple((users, size, loads.ring(ranks, 2)) for users, size, ranks in ties),
+        tying_ns=tuple(summing_ns(size, ranks, estimator.cluster) for _, size, ranks in ties),
         reduce=tuple((size, loads.to_owners(ranks) if decision.zero else loads.ring(ranks, 2)) for size, ranks in sums),
         summing_ns=tuple(summing_ns(size, ranks, estimator.cluster) for size, ranks in sums),
         gather=tuple(

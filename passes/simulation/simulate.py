@@ -13,7 +13,7 @@ from autopart.ir.program import BUCKET_BYTES, FIRST_BUCKET_BYTES, Edge, Program
 from autopart.ir.timeline import Span, Timeline
 from autopart.passes.program.linearize import receivers, senders
 from autopart.passes.program.routing import Tied
-from autopart.passes.program.schedules import Pattern
+from autopart.passes.program.schedules import Pattern, find
 from autopart.passes.simulation.play import (
     MEETS,
     NO_WIRE,
@@ -28,7 +28,7 @@ from autopart.passes.simulation.play import (
     Wire,
     WorkerStep,
 )
-from autopart.passes.simulation.traffic import PortLoad, PortUse
+from autopart.passes.simulation.traffic import PortLoad, merged
 
 Message = tuple[int, int, str]
 """(source stage, destination stage, way)."""
@@ -37,6 +37,8 @@ SUM_TIED, SUM_REPLICAS = "T", "R"
 CHARGED = (SUM_TIED, SUM_REPLICAS, OPTIMIZER)
 """The actions once a step that take time, which `Work` holds.  New values of parameters are charged behind the
 optimizer; the agreement of all ranks is a few numbers, and takes none."""
+LONG = 20_000
+"""Actions of a program from which on candidates are judged by a shorter one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +66,10 @@ class Work:
     gradients over replicas.  optimizer_ns: the optimizer step.  overlap: whether sums over replicas run during the last
     backward, bucket by bucket (`ir.program`), instead of after it.  gather: with ZeRO-1, bytes and load of new values
     of parameters, behind the optimizer step.  bucket_bytes: summed at once (`Decision`).  summing_ns: what sums take
-    from the cores that compute, on CPUs; empty: nothing.  slices: of each slice in order, with slices of tokens; times
-    and sizes of whole micro-batches are not used then.  weight_ns: the part of bwd_ns that W takes where the backward
-    has two parts; weight_bytes: what is kept from I to W; hidden_ns: what I takes besides the rest of bwd_ns (slices:
-    nothing); empty: nothing.  host: what hosts spend besides.
+    from the cores that compute, on CPUs; tying_ns: likewise, those of `tied`; empty: nothing.  slices: of each slice in
+    order, with slices of tokens; times and sizes of whole micro-batches are not used then.  weight_ns: the part of
+    bwd_ns that W takes where the backward has two parts; weight_bytes: what is kept from I to W; hidden_ns: what I
+    takes besides the rest of bwd_ns (slices: nothing); empty: nothing.  host: what hosts spend besides.
     """
 
     fwd_ns: tuple[int, ...]
@@ -82,10 +84,15 @@ class Work:
     slices: tuple[SliceWork, ...] = ()
     bucket_bytes: int = BUCKET_BYTES
     summing_ns: tuple[int, ...] = ()
+    tying_ns: tuple[int, ...] = ()
     weight_ns: tuple[int, ...] = ()
     weight_bytes: tuple[int, ...] = ()
     hidden_ns: tuple[int, ...] = ()
     host: HostCosts = UNMEASURED
+
+    def computing_ns(self, stage: int) -> int:
+        """Return what the computes of a micro-batch take on a stage."""
+        return sum([part.fwd_ns[stage] + part.bwd_ns[stage] for part in self.slices or (self,)])
 
 
 def simulate(program: Program, work: Work) -> Timeline:
@@ -111,6 +118,16 @@ def step_ns(program: Program, work: Work) -> int:
     """Return the nanoseconds of the step that `simulate` draws, without drawing it."""
     lanes, meetings = _program_lanes(program, work)
     return Play(lanes, meetings, overlap=work.overlap, host=work.host).run()
+
+
+def played(stages: int, micros: int, schedule: str) -> tuple[int, ...]:
+    """Return the numbers of micro-batches that are simulated to know the step.
+
+    All of them, or of a long program as many as fill the pipeline (`Schedule.warm_up`), after which it goes at an even
+    pace, and twice as many.
+    """
+    full = stages * find(schedule).warm_up
+    return (full, 2 * full) if full and 6 * stages * micros > LONG and 3 * full < micros else (micros,)
 
 
 def ordered_ns(
@@ -209,7 +226,8 @@ class _StepCode:
         for group in groups:
             self._meetings |= {(SUM_TIED, stage): len(self.meetings) for stage in group}
             places = [place for place, (stages, _, _) in enumerate(work.tied) if stages[0] in group]
-            sums = [(work.tied[place][0], wires.get((SUM_TIED, place), NO_WIRE)) for place in places]
+            more = work.tying_ns or (0,) * len(work.tied)
+            sums = [(work.tied[at][0], _longer(wires.get((SUM_TIED, at), NO_WIRE), more[at])) for at in places]
             self.meetings.append(Meeting(group, sums))
         summing_ns = work.summing_ns or (0,) * len(work.reduce)
         for stage in range(len(work.fwd_ns)):
@@ -267,6 +285,11 @@ class _StepCode:
         return self._channels.setdefault(key, len(self._channels))
 
 
+def _longer(wire: Wire, more_ns: int) -> Wire:
+    """Return how a sum travels if it also takes time from the cores that compute, which wait for it anyway."""
+    return wire._replace(total_ns=wire.total_ns + more_ns) if wire.ways else wire
+
+
 _Key = tuple[int, int, str, int] | tuple[str, int]
 """A message and the number of its wire; or the kind of what ends a step, and its stage or tied parameter."""
 
@@ -274,25 +297,22 @@ _Key = tuple[int, int, str, int] | tuple[str, int]
 def _wires(work: Work) -> dict[_Key, Wire]:
     """Return how each message and each sum of gradients travels, if it takes time.
 
-    Ports that are always busy together and equally long count as one, so replicas cost nothing.  O(ports of all loads).
+    O(loads): ports that are always busy together count as one (`merged`).
     """
-    loads: list[tuple[_Key, tuple[int, PortLoad]]] = []
+    loads: list[tuple[_Key, int, PortLoad]] = []
     for message, (size, each) in work.messages.items():
         sizes = [part.sizes.get(message, 0) for part in work.slices] or [size]
         wires = product(sizes, each)  # of every slice, by micro-batch until they repeat
-        loads += [((*message, number), wire) for number, wire in enumerate(wires)]
-    loads += [((SUM_REPLICAS, stage), load) for stage, load in enumerate(work.reduce)]
-    loads += [((OPTIMIZER, stage), load) for stage, load in enumerate(work.gather)]
-    loads += [((SUM_TIED, place), (size, load)) for place, (_, size, load) in enumerate(work.tied)]
-    users: dict[PortUse, list[tuple[_Key, int]]] = {}
-    latency: dict[_Key, int] = {}
-    for key, (size, load) in loads:
-        if size and load.ways:
-            latency[key] = load.latency_ns
-            for way, taken in zip(load.ways, load.busy_ns(size), strict=True):
-                users.setdefault(way, []).append((key, taken))
-    found: dict[_Key, list[tuple[int, int]]] = {key: [] for key in latency}
-    for number, used in enumerate(dict.fromkeys(map(tuple, users.values()))):
-        for key, taken in used:
-            found[key].append((number, taken))
-    return {key: Wire(latency[key] + max([taken for _, taken in ways]), tuple(ways)) for key, ways in found.items()}
+        loads += [((*message, number), *wire) for number, wire in enumerate(wires)]
+    loads += [((SUM_REPLICAS, stage), *load) for stage, load in enumerate(work.reduce)]
+    loads += [((OPTIMIZER, stage), *load) for stage, load in enumerate(work.gather)]
+    loads += [((SUM_TIED, place), size, load) for place, (_, size, load) in enumerate(work.tied)]
+    loads = [(key, size, load) for key, size, load in loads if size and load.ways]
+    different = tuple(dict.fromkeys(load for _, _, load in loads))
+    ports = dict(zip(different, merged(different), strict=True))
+    found = {}
+    for key, size, load in loads:
+        taken = load.busy_ns(size)
+        ways = tuple([(port, taken[kind]) for port, kind in ports[load]])
+        found[key] = Wire(load.latency_ns + max(taken.values()), ways)
+    return found

@@ -84,7 +84,7 @@ class Estimator:
 
 def device_types(cluster: Cluster) -> tuple[Device, ...]:
     """Return the distinct devices; the one of rank 0 comes first."""
-    return tuple(dict.fromkeys(cluster.devices))
+    return tuple(cluster.types)
 
 
 def message_bytes(

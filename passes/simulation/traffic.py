@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, lru_cache, partial
 
 from autopart.ir.cluster import DEVICE_KINDS, Cluster, Port
 from autopart.ir.decision import Stage
@@ -25,11 +25,16 @@ PortUse = tuple[Port, bool]
 """A port and whether it is used inwards.  The network card of a rank is (-1 - index of the level, rank)."""
 
 
-@dataclass(frozen=True, slots=True)
+Kind = tuple[float, int]
+"""What a load puts on a port: bytes per byte of the whole, and the bytes/s of the port."""
+
+
+@dataclass(frozen=True, eq=False)
 class PortLoad:
     """The bytes over each port used, per byte of the whole.
 
     latency_ns: of the slowest hop.  ways: the ports and their directions.  shares: bytes over each.  rates: bytes/s.
+    Two loads are one only if they are the same object: comparing them port by port takes as long as making them.
     """
 
     latency_ns: int
@@ -37,23 +42,44 @@ class PortLoad:
     shares: tuple[float, ...]
     rates: tuple[int, ...]
 
-    def busy_ns(self, size_bytes: int) -> tuple[int, ...]:
-        """Return the nanoseconds that size_bytes keep each port busy."""
-        kinds = list(zip(self.shares, self.rates, strict=True))  # few are different
-        taken = {(share, rate): int(-(-(size_bytes * share) * 10**9 // rate)) for share, rate in set(kinds)}
-        return tuple([taken[kind] for kind in kinds])
+    @cached_property
+    def kinds(self) -> tuple[Kind, ...]:
+        """What it puts on its ports; few are different."""
+        return tuple(dict.fromkeys(zip(self.shares, self.rates, strict=True)))
+
+    def busy_ns(self, size_bytes: int) -> dict[Kind, int]:
+        """Return the nanoseconds that size_bytes keep the ports of each kind busy.  O(kinds)."""
+        return {(share, rate): int(-(-(size_bytes * share) * 10**9 // rate)) for share, rate in self.kinds}
 
     def alone_ns(self, size_bytes: int) -> int:
         """Return the nanoseconds until all bytes arrive when nothing else is sent; 0 without bytes or ports."""
         if not size_bytes or not self.ways:
             return 0
-        return self.latency_ns + max(self.busy_ns(size_bytes))
+        return self.latency_ns + max(self.busy_ns(size_bytes).values())
 
     @property
     def pace(self) -> tuple[int, float]:
         """Return (latency in ns, ns per byte of the slowest port); (0, 0) without ports."""
-        slowest = max((share * 1e9 / rate for share, rate in zip(self.shares, self.rates, strict=True)), default=0.0)
+        slowest = max((share * 1e9 / rate for share, rate in self.kinds), default=0.0)
         return self.latency_ns, slowest
+
+
+@lru_cache(maxsize=32)
+def merged(loads: tuple[PortLoad, ...]) -> tuple[tuple[tuple[int, Kind], ...], ...]:
+    """Return what each load puts on which ports, by their numbers.
+
+    Ports on which every one of these loads puts the same are always busy together, so they count as one: replicas cost
+    nothing.  O(ports of all loads), once for plans on the same ranks.
+    """
+    users: dict[PortUse, list[tuple[int, Kind]]] = {}
+    for number, load in enumerate(loads):
+        for way, share, rate in zip(load.ways, load.shares, load.rates, strict=True):
+            users.setdefault(way, []).append((number, (share, rate)))
+    found: list[list[tuple[int, Kind]]] = [[] for _ in loads]
+    for port, used in enumerate(dict.fromkeys(map(tuple, users.values()))):
+        for number, kind in used:
+            found[number].append((port, kind))
+    return tuple(map(tuple, found))
 
 
 def p2p_load(
@@ -145,6 +171,14 @@ def _load(cluster: Cluster, hops: Sequence[_Hop], flows: Sequence[_Hop], rounds:
     return PortLoad(latency * rounds, tuple(shares), tuple(shares.values()), tuple(rates))
 
 
+def moved_by(cluster: Cluster) -> int:
+    """Return by how many ranks stages may be moved, without a change of what they share with each other: a group inside
+    the outermost level, where groups are equal; else as many as no rank is moved by."""
+    if any(level.groups for level in cluster.levels):
+        return cluster.world
+    return cluster.levels[-2].size if len(cluster.levels) > 1 else 1
+
+
 class Loads:
     """The loads of messages and sums on one cluster, each computed once.
 
@@ -152,9 +186,18 @@ class Loads:
     """
 
     def __init__(self, cluster: Cluster) -> None:
+        self._unit = moved_by(cluster)
         self.p2p = cache(partial(p2p_load, cluster))
         self.ring = cache(partial(ring_load, cluster))
         self.to_owners = cache(partial(owners_load, cluster))
+
+    def paces(self, before: tuple[int, ...], ranks: tuple[int, ...]) -> tuple[tuple[int, float], tuple[int, float]]:
+        """Return the pace of a message between stages on these ranks, (0, 0) if nothing is before, and that of a turn
+        of the ring of `ranks`; where stages stand alike on other groups of devices, they are found once.
+        """
+        away = min(min(before, default=ranks[0]), min(ranks)) // self._unit * self._unit
+        before, ranks = (tuple([rank - away for rank in each]) for each in (before, ranks))
+        return self.p2p(before, ranks).pace if before else (0, 0.0), self.ring(ranks, 1).pace
 
     def between(self, src: Stage, dst: Stage) -> tuple[PortLoad, ...]:
         """Return the loads of a message between two stages, by micro-batch until they repeat."""

@@ -163,8 +163,8 @@ class Replicated:
 
     released: parameters that are summed, in the order in which a backward releases their gradients.  sparse: those with
     sparse gradients.  updated: buffers that change.  owners: the rank that owns a parameter; all ranks keep the others.
-    bucket_bytes: gradients that are summed at once.  parted: parameters of which a rank has a piece, as `released`:
-    they are summed over the replicas with the same piece.
+    bucket_bytes: gradients that are summed at once.  parted: those of which a rank has a piece; these are summed over
+    the replicas with the same one.
     """
 
     released: tuple[str, ...] = ()
@@ -172,7 +172,7 @@ class Replicated:
     updated: tuple[str, ...] = ()
     owners: Mapping[str, int] = field(default_factory=dict)
     bucket_bytes: int = BUCKET_BYTES
-    parted: tuple[str, ...] = ()
+    parted: frozenset[str] = frozenset()
 
 
 def open_sums(world: World, program: Program, of: Mapping[int, Replicated]) -> dict[int, ReplicaSums]:
@@ -221,24 +221,18 @@ class ReplicaSums:
         self.updated = kept.updated
         self._parts: list[Part] | None = None
         self._buckets: list[Bucket] = []
-        self._launched = self._whole = 0
-        self._group_of: dict[int, dist.ProcessGroup | None] = {}
+        self._pieces: list[bool] = []
+        self._launched = 0
         self._armed = False
         self._watched: list[torch.nn.Parameter] = []
 
     def begin(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         """Begin a step: gradients collect in new buckets."""
         if self._parts is None:
-            names = [name for name in self._kept.released if name not in self._kept.sparse]
-            owned = [(parameters[name], self._kept.owners.get(name)) for name in names]
-            self._parts = parts_of(owned, self._kept.bucket_bytes)
-            self._whole = len(self._parts)
-            if self._alike is not None:
-                parted = [(parameters[name], self._kept.owners.get(name)) for name in self._kept.parted]
-                self._parts += parts_of(parted, self._kept.bucket_bytes)
+            dealt = self._dealt(parameters)
+            self._parts, self._pieces = [part for part, _ in dealt], [pieces for _, pieces in dealt]
         self._launched = 0
         self._buckets = [Bucket.of(*part) for part in self._parts]
-        self._group_of = {id(bucket): self._alike for bucket in self._buckets[self._whole :]}
         owners = len({bucket.owner for bucket in self._buckets})
         for number, bucket in enumerate(self._buckets):  # for this step alone: other captures of the model refuse hooks
             if number >= len(self._buckets) - owners and bucket.flat.nbytes <= BUCKET_BYTES:
@@ -246,6 +240,19 @@ class ReplicaSums:
             for place, parameter in enumerate(bucket.parameters):
                 _gradient_hooks(parameter)[self] = partial(self._released, bucket, place)
             self._watched += bucket.parameters
+
+    def _dealt(self, parameters: Mapping[str, torch.nn.Parameter]) -> list[tuple[Part, bool]]:
+        """Return parts of buckets in the order in which they are full, and whether they hold pieces.
+
+        Ranks with other pieces may have other owners of them, and parts in another order; what all ranks sum stands in
+        one order on all, and pieces are summed by ranks with one order, so no two of them wait for each other."""
+        kept, found = self._kept, list[tuple[Part, bool]]()
+        for pieces in (False, True) if self._alike is not None else (False,):
+            names = [n for n in kept.released if n not in kept.sparse and (n in kept.parted) == pieces]
+            owned = [(parameters[name], kept.owners.get(name)) for name in names]
+            found += [(part, pieces) for part in parts_of(owned, kept.bucket_bytes)]
+        place = {id(parameters[name]): number for number, name in enumerate(kept.released)}
+        return sorted(found, key=lambda each: max(place[id(parameter)] for parameter in each[0][0]))
 
     def arm(self, later: Iterable[torch.Tensor] | None = None) -> None:
         """Sum what the last backward, which begins now, releases, as it comes, if sums may overlap with messages.
@@ -285,12 +292,12 @@ class ReplicaSums:
 
     def _launch_full(self) -> None:
         while self._launched < len(self._buckets) and not self._buckets[self._launched].waiting_for:
-            self._launch(self._buckets[self._launched])
+            alike = self._alike if self._pieces[self._launched] else None
+            self._launch(self._buckets[self._launched], alike or self._group)
             self._launched += 1
 
-    def _launch(self, bucket: Bucket) -> None:
+    def _launch(self, bucket: Bucket, group: dist.ProcessGroup) -> None:
         bucket.write_flags()
-        group = self._group_of.get(id(bucket)) or self._group
         if not self._world.overlaps:
             self._world.all_reduce(bucket.flat, group, to=bucket.owner)
         elif bucket.owner is None:

@@ -21,7 +21,7 @@ from autopart.passes.program.orders import V
 CHUNK = 25
 PAIRED, FOUR = (10, 23, 29, 36, 44, 45, 46), (12, 29, 33, 35)
 """Seeds that run by default, on two and on four ranks; each rank by itself has what its stage computes."""
-TOGETHER_PAIRED, TOGETHER_FOUR = (10, 38), (20, 35, 38, 90)
+TOGETHER_PAIRED, TOGETHER_FOUR = (10, 38, 1042), (20, 35, 38, 84, 90)
 """The same, of setups in which ranks compute together."""
 EXAMPLES = {
     "four slices of grouped attention": Setup(
@@ -46,6 +46,18 @@ EXAMPLES = {
     "a folded schedule of a model that recomputes a part of itself": Setup(
         "checkpointed", (8, 6), counts=(1, 1), per_rank=2, placement=V, schedule="zb-v", micros=4
     ),
+    "split backwards of some stages beside recomputed ones with dropout": Setup(
+        "decoder_dropout",
+        (4, 4),
+        counts=(1, 1),
+        per_rank=2,
+        placement=V,
+        schedule="zb-v",
+        micros=3,
+        recompute=1.0,
+        whole=0.5,
+        seed=7,
+    ),
 }
 """On two ranks, what default seeds do not draw."""
 
@@ -69,8 +81,9 @@ def test_drawn_setups_on_four_ranks_equal_one_process(workers: Workers) -> None:
 
 
 def test_ranks_that_compute_together_equal_one_process(pair: Workers, workers: Workers) -> None:
-    found = check(pair, *(drawn(seed, 2) for seed in TOGETHER_PAIRED))
-    found += check(workers, *(drawn(seed, 4) for seed in TOGETHER_FOUR))
+    paired, four = [drawn(seed, 2) for seed in TOGETHER_PAIRED], [drawn(seed, 4) for seed in TOGETHER_FOUR]
+    assert all(any(setup.zero and setup.masters and setup.shards > 1 for setup in own) for own in (paired, four))
+    found = check(pair, *paired) + check(workers, *four)
     assert found["equal"] == len(TOGETHER_PAIRED + TOGETHER_FOUR)
 
 
@@ -156,5 +169,6 @@ def test_setups_differ_in_everything_that_may_be_drawn() -> None:
         "precision",
         "frozen",
         "backend",
+        "whole",
     ):
         assert len({getattr(setup, name) for setup in setups}) > 1, name

@@ -271,3 +271,15 @@ def test_diff_of_what_was_made_for_something_else_and_would_take_something_else(
         "the alternatives differ",
     ]
     assert "fullest device: 2 GiB -> 0 GiB" in diff_plans(before, changed(before, estimates=()))
+
+
+def test_whole_backwards_of_a_stage_are_in_the_file_the_table_and_the_difference() -> None:
+    first, second = example().stages
+    parted = changed(example(), schedule="zb-h1")
+    whole = changed(parted, stages=(first, replace(second, whole_backward=True)))
+    assert "whole_backward" not in plan_to_json(parted) and '"whole_backward": true' in plan_to_json(whole)
+    assert plan_from_json(plan_to_json(whole)) == whole
+    assert diff_plans(parted, whole) == "stage 1 backward: split -> whole"
+    assert "backward" not in parted.explain()
+    header, _, *rows = [line.split() for line in whole.explain().splitlines()]
+    assert [row[header.index("backward")] for row in rows[:2]] == ["split", "whole"]

@@ -57,6 +57,7 @@ def test_a_valid_decision_has_no_problems(decision: Decision) -> None:
 
 
 TWICE = (Stage(("a", "b", "a"), (0,)), Stage(("c",), (0, 7)))
+WHOLE = (Stage(("a", "b"), (0,), whole_backward=True), Stage(("c",), (1,)))
 
 
 @pytest.mark.parametrize(
@@ -71,6 +72,7 @@ TWICE = (Stage(("a", "b", "a"), (0,)), Stage(("c",), (0, 7)))
         ({"stages": (Stage(("a",), ()), Stage(("b",), (1,), (("c",),)))}, ["stages[0].ranks", "stages[1].recompute"]),
         ({"stages": TWICE}, ["stages[1].ranks[1]", "stages[0].ops[2]"]),
         ({"order": ("0F0 0I0 0W0 0F1 0B1", "1F0 1F1 1B0 1B1")}, []),
+        ({"stages": WHOLE, "order": ("0F0 0B0 0F1 0I1 0W1", "1F0 1F1 1I0 1W0")}, ["order[0]"]),
         ({"order": ("0F0 0F9", "1F0 1F0", "1SF0>0", "2F0", "0F0.1", "0F01", "0f0")}, [f"order[{i}]" for i in range(7)]),
     ],
 )

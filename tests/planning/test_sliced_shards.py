@@ -44,6 +44,15 @@ def test_slices_of_given_lengths_are_planned_with_and_without_cut_tokens(lengths
     assert plan.outlook.optimality is not None and 0 < plan.outlook.optimality.lower_bound <= plan.step_ns
 
 
+def test_a_number_of_slices_is_planned_with_lengths_that_ranks_divide_and_with_the_most_even_ones() -> None:
+    cut, uncut = planned(token_slices=(4, 6, 6)), planned(token_slices=(5, 5, 6))
+    plan = planned(token_slices=3)
+    assert plan.step_ns == min(cut.step_ns, uncut.step_ns)
+    (other,) = {(4, 6, 6), (5, 5, 6)} - {plan.decision.token_slices}
+    text = {(4, 6, 6): "4 6x2", (5, 5, 6): "5x2 6"}[other]
+    assert f"tensor_parallel=2, slices of {text} tokens" in [each.name for each in plan.outlook.alternatives]
+
+
 def test_each_slice_has_the_latencies_of_its_exchanges() -> None:
     two, four = (planned(token_slices=count) for count in (2, 4))
     alone = [planned(token_slices=count, tensor_parallel=1, replicas=1) for count in (2, 4)]

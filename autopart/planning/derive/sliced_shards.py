@@ -10,7 +10,7 @@ from autopart.ir.graph import Graph, Op
 from autopart.passes.shards.assignment import Assignment
 from autopart.passes.shards.calls import Call, bounds_of, calls_of
 from autopart.passes.shards.choice import Held, choose
-from autopart.passes.shards.states import CUT_KIND, WHOLE, State
+from autopart.passes.shards.states import CUT_KIND, PARTIAL_KIND, WHOLE, State
 from autopart.passes.shards.strategies import SECTION, Strategy
 from autopart.passes.tokens.recipe import (
     DRAWN,
@@ -77,7 +77,7 @@ def why_not(call: Call, strategy: Strategy, recipe: Recipe, lengths: Sequence[in
     """Yield why an op of these slices cannot run as it does on whole sequences."""
     op, own = call.op, recipe.ops.get(call.op.name)
     if own is None:
-        if any(state.kind == CUT_KIND for state in (*strategy.reads, *strategy.writes)):
+        if any(state.kind in (CUT_KIND, PARTIAL_KIND) for state in (*strategy.reads, *strategy.writes)):
             yield "it runs at full length, in every stage that needs it, and would be divided"
         return
     if strategy.how == SECTION and not _one_section(call, own):

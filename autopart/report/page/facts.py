@@ -22,7 +22,7 @@ from autopart.ir.plan import Alternative, Plan
 from autopart.ir.timeline import Timeline, stage_sums
 from autopart.report.comparison import Answer
 from autopart.report.critical_path import Link, what_limits
-from autopart.report.plan_table import COST_DESCRIPTIONS, divided, parameter_count, rank_spans
+from autopart.report.plan_table import COST_DESCRIPTIONS, backward_of, divided, parameter_count, rank_spans
 
 _PERCENT = re.compile(r"^[+-][\d.]+%,? ?")
 """What the reason of an alternative begins with, and a column of its own has."""
@@ -147,6 +147,8 @@ def stages(plan: Plan, modules: Sequence[Sequence[str]], measured: Timeline | No
         row = {"stage": count(s), "ranks": words(rank_spans(stage.ranks) + divided(stage))}
         row["modules"] = words(module_range(modules[s]))
         row["ops"] = count(len(stage.ops))
+        if any(other.whole_backward for other in plan.stages):
+            row["backwards"] = words(backward_of(stage))
         if known:
             row |= {"forward": duration(known[s].fwd_ns), "backward": duration(known[s].bwd_ns)}
             row["sums, optimizer"] = duration(known[s].reduce_ns + known[s].optimizer_ns)

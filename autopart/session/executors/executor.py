@@ -180,7 +180,7 @@ class Executor:
             program = training_program(decision, graph, self._code.prologue, self._context.placement, meeting)
         else:
             program = evaluation_program(decision, graph)
-        return program if self._world.carrier is None else check_messages(program)
+        return program if self._world.carrier is None else check_messages(program, self._world.rank)
 
     def engine(self, micros: int) -> Engine:
         """Return the engine that plays this number of micro-batches.  Collective when it is made, at first use."""

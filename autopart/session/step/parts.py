@@ -169,10 +169,10 @@ def replicated_of(
             (sparse if ("sparse", True) in op.attrs else dense).update(used)
     read = {name for op in graph.ops if op.name in chosen for name in op.params}
     return Replicated(
-        tuple(name for name in reversed(released) if name not in placement.cuts),
+        tuple(reversed(released)),
         frozenset(sparse - dense),
         own_updates(graph, chosen),
         {name: owner for name, owner in owners.items() if name in read},
         decision.bucket_bytes,
-        tuple(name for name in reversed(released) if name in placement.cuts),
+        frozenset(name for name in released if name in placement.cuts),
     )

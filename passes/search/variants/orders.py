@@ -7,8 +7,9 @@ memory like every candidate.  The searched order, which takes longest to find, i
 
 Memory that activations do not take delays W, and W fills the bubble; recomputation makes room at a price.  So a plan
 whose order is searched (`passes.ordering`) is tried with as much recomputed as if its ranks held several numbers of
-micro-batches (`HELD`), with backwards split on all stages or on the later ones alone, whose ranks have memory left
-under 1F1B.  Each gets one order, found on a shorter step where that is long; the best gets an order of the whole step.
+micro-batches (`HELD`), with backwards split on all stages, on the later ones alone, whose ranks have memory left under
+1F1B, or on those that recompute nothing.  Each gets one order, found on a shorter step where that is long; the best
+gets an order of the whole step.
 
 Where the planner may choose, an order has to save enough to be worth it (`Candidate.preference`).
 """
@@ -201,7 +202,7 @@ def refine_ordered(search: Search, effort: int) -> None:
         near = refined(search, found, effort)
         search.tell("refine other orders")
         if near.candidate.order and near is not found:
-            plan = replace(near.candidate, order=(), recompute=())
+            plan = replace(near.candidate, order=(), recompute=(), whole=())
             way = shortest_way(near.space, plan, near.decision.zero, near.step_ns)
             if way is not None:
                 search.evaluate(near.space, with_order(near.space, plan, way, MOVES))
@@ -263,7 +264,7 @@ def _by_speed(plan: Candidate, space: SearchSpace) -> Iterator[Candidate]:
     """Yield the plan, and where positions of one pipeline are unlike also with the fastest first, and last."""
     yield plan
     speeds, starts = speeds_of(space, plan), [*accumulate(plan.widths, initial=plan.first)]
-    if plan.layout.pipeline_replicas > 1 or len(set(space.costs.cluster.devices)) == 1:
+    if plan.layout.pipeline_replicas > 1 or len(space.costs.device_types) == 1:
         return
     for way in (-1, 1):
         places = sorted(range(len(speeds)), key=lambda place: way * speeds[place])
@@ -308,7 +309,8 @@ def with_order(space: SearchSpace, plan: Candidate, way: Ordered, effort: int) -
     """
     shape, ranks = replace(Shape.of(way.decision), order=()), [stage.ranks for stage in way.decision.stages]
     order = search_order(shape, way.links, way.tied, ranks, way.work, room_bytes=way.room_bytes, effort=effort).order
-    return replace(plan, order=order, recompute=tuple([stage.recompute for stage in way.decision.stages]))
+    recomputed = tuple([stage.recompute for stage in way.decision.stages])
+    return replace(plan, order=order, recompute=recomputed, whole=shape.whole)
 
 
 def shortest_way(space: SearchSpace, plan: Candidate, zero: int, below_ns: float = math.inf) -> Ordered | None:
@@ -325,17 +327,20 @@ def shortest_way(space: SearchSpace, plan: Candidate, zero: int, below_ns: float
     short = min(micros, FILLED * positions)
     best: Ordered | None = None
 
-    def pipelines(work: Work, rooms: tuple[int, ...]) -> Iterator[tuple[Work, Pipeline]]:
-        """Yield the works, with backwards split from some stage on, that may be shorter than what is known."""
-        for first in SPLIT_FROM if not shape.homes else SPLIT_FROM[:1]:
-            late = int(first * shape.stages)
-            own = replace(work, weight_ns=tuple([ns if s >= late else 0 for s, ns in enumerate(work.weight_ns)]))
-            whole = Pipeline.of(shape, links, own, rooms)
-            if bound_ns(whole) < min(below_ns, best.step_ns if best else math.inf):
-                yield own, whole
+    def pipelines(
+        decision: Decision, estimates: Sequence[Estimate], rooms: tuple[int, ...]
+    ) -> Iterator[tuple[Decision, Work, Pipeline]]:
+        """Yield the decision with different backwards split, where that may be shorter than what is known."""
+        work = work_of(decision, tuple(estimates), links, shared, space.costs)
+        for whole in _whole_backwards(decision, shape):
+            pipeline = Pipeline.of(replace(shape, whole=whole), links, work, rooms)
+            if bound_ns(pipeline) < min(below_ns, best.step_ns if best else math.inf):
+                each = enumerate(decision.stages)
+                stages = tuple([replace(stage, whole_backward=s in whole) for s, stage in each])
+                yield replace(decision, stages=stages), work, pipeline
 
     least = stage_estimates(replace(decision, schedule="gpipe"), links, space.costs)
-    if not any(pipelines(work_of(decision, least, links, shared, space.costs), ())):
+    if not any(pipelines(decision, least, ())):
         return None
     done: set[object] = set()
     for part in HELD:
@@ -346,14 +351,22 @@ def shortest_way(space: SearchSpace, plan: Candidate, zero: int, below_ns: float
         done.add(fit)
         recomputed, estimates, rooms = fit
         busiest = max(sum(estimates[s].fwd_ns + estimates[s].bwd_ns for s in own) for own in shape.workers)
-        for own, whole in pipelines(work_of(recomputed, estimates, links, shared, space.costs), rooms):
-            pipeline = replace(whole, micros=short)
+        for own, work, every in pipelines(recomputed, estimates, rooms):
+            pipeline = replace(every, micros=short)
             orders = listed(pipeline, RULES[0])
             played = replay(pipeline, orders) if orders is not None else None
             step_ns = played.step_ns + (micros - short) * busiest if played is not None else 0
             if played is not None and (best is None or step_ns < best.step_ns):
-                best = Ordered(step_ns, recomputed, links, shared, own, rooms)
+                best = Ordered(step_ns, own, links, shared, work, rooms)
     return best
+
+
+def _whole_backwards(decision: Decision, shape: Shape) -> Iterator[tuple[int, ...]]:
+    """Yield sets of stages whose backwards may be whole: none, earlier ones, and those that recompute."""
+    some = [tuple(range(int(first * shape.stages))) for first in (SPLIT_FROM if not shape.homes else SPLIT_FROM[:1])]
+    again = tuple([s for s, stage in enumerate(decision.stages) if stage.recompute])
+    learning = [s for s, stage in enumerate(decision.stages) if not stage.forward_only]
+    yield from dict.fromkeys(tuple([s for s in whole if s in learning]) for whole in (*some, again))
 
 
 def _fitted(

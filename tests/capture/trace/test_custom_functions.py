@@ -59,6 +59,25 @@ class Scaled(Function):
         return first * weight * 3 + second * exp, None, None
 
 
+class Times(Function):
+    """A number by name, with a default."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+        return x * factor
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.factor = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return -2 * ctx.factor * grad, None
+
+
+rounded = Rounded.apply  # as torch's own tutorial takes it
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -67,10 +86,10 @@ class Net(nn.Module):
         self.weight = nn.Parameter(torch.ones(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = Rounded.apply(self.layers[0](x))
+        x = Times.apply(rounded(self.layers[0](x)), factor=1.5)
         x = Reversed.apply(self.layers[1](x), 0.5)
         left, right = Scaled.apply(self.layers[2](x), self.weight, None)
-        return (Rounded.apply(self.layers[3](left)) * right.tanh()).sum()
+        return (Times.apply(Rounded.apply(self.layers[3](left))) * right.tanh()).sum()
 
 
 def test_the_gradients_of_its_own_backward_are_kept_in_stages():

@@ -129,7 +129,20 @@ SAVING: dict[str, Callable[[nn.Module, torch.Tensor], torch.Tensor]] = {
     "nearest": lambda s, x: F.interpolate(s.a(x)[:, None], scale_factor=2.0, mode="nearest-exact").square().sum(),
     "group norm": lambda s, x: F.group_norm(s.a(x), 4).sum() + F.group_norm(s.b(x), 16).sum(),
     "frozen head": lambda s, x: (s.a(x.detach()) * 3).sum(),
+    "heads": lambda s, x: s.b(heads_of(s.a(x))).sum(),
+    "heads, a mask of bools": lambda s, x: s.b(heads_of(s.a(x), attn_mask=x[:, None, :, :1] < 9)).sum(),
+    "heads, a trained mask": lambda s, x: s.b(heads_of(s.a(x), attn_mask=s.b(x[:1]).sum(-1)[:, None, None])).sum(),
+    "heads, dropout": lambda s, x: s.b(heads_of(s.a(x), dropout_p=0.1)).sum(),
+    "parts of one product": lambda s, x: torch.mul(*(p.reshape(64, 16, 2, 2) for p in s.a(x).split(4, -1))).sum(),
+    "maximum of a plane": lambda s, x: F.max_pool2d(s.a(x), 2).square().sum(),
+    "batch norm": lambda s, x: F.batch_norm(s.a(x), None, None, training=True).sum(),
 }
+
+
+def heads_of(x: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Return the attention of two heads of four, side by side again."""
+    q, k, v = ((x * scale).unflatten(-1, (2, 4)).transpose(1, 2) for scale in (1, 2, 3))
+    return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2).reshape(x.shape)
 
 
 @pytest.mark.parametrize("name", SAVING)
@@ -241,4 +254,6 @@ def test_attention_with_dropout_keeps_its_scores_on_a_cpu_alone() -> None:
         next(op.cost for op in analytic_costs(graph, device).ops if "attention" in op.target)
         for device in (DEVICE, gpu)
     )
-    assert here.saved_bytes - there.saved_bytes == 2 * 4 * 64 * (64 * 9 - 4)
+    size, queries = 4 * 2 * 4 * 64 * 8, 2 * 4 * 64
+    assert there.saved_bytes == 2 * size + 4 * queries
+    assert here.saved_bytes == 3 * size + 3 * 4 * queries * 64  # values, scaled queries and keys; scores three times

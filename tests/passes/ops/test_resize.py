@@ -64,6 +64,11 @@ def test_sizes_and_numbers_among_the_arguments_grow_along_a_line() -> None:
     assert resize(one, two, Size(2)) is one
 
 
+def test_a_number_that_is_nan_at_both_stays() -> None:
+    one, two = (program(rows, 1, (rows, float("nan"))) for rows in (2, 4))
+    assert resize(one, two, Size(3)).ops[0].attrs[0][1][0] == 3
+
+
 def test_negative_numbers_may_grow_too() -> None:
     assert resize(program(2, 1, -2), program(4, 1, -4), Size(3)) == program(3, 1, -3)
 

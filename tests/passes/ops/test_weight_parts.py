@@ -10,8 +10,9 @@ from support.languages.graphs import graph
 from autopart.ir.cluster import Device
 from autopart.ir.graph import Cost, Graph, Size
 from autopart.passes.graph.chain import BlockChain
-from autopart.passes.ops.analytic_costs import analytic_costs, storage
+from autopart.passes.ops.analytic_costs import analytic_costs
 from autopart.passes.ops.cost_model import CostModel
+from autopart.passes.ops.storage import storage
 from autopart.passes.ops.weight_parts import weight_parts
 
 DEVICE = Device("cpu", 1 << 34, 10**12, 10**10)

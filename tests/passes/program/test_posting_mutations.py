@@ -164,6 +164,13 @@ def test_messages_posted_at_their_places_pass(name: str) -> None:
     assert posted(with_posting(made(name)[0])) == ""
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_a_rank_finds_its_own_exchanges_as_they_are_among_those_of_all(name: str) -> None:
+    program = made(name)[0]
+    for rank, own in enumerate(with_posting(program).posting):
+        assert with_posting(program, rank).posting == tuple(own if r == rank else () for r in range(program.world))
+
+
 def test_nccls_rules_refuse_what_hangs_or_is_mixed_up_and_nothing_else() -> None:
     good, bad = compare(60, seed=0)
     assert good >= 5 and bad >= 20

@@ -169,3 +169,18 @@ def test_plans_of_one_micro_batch_pay_for_sums_or_for_the_path() -> None:
     work = 12 * 1_000_000
     bound = lower_bound(problem.space, orders=True)
     assert 1.5 * work < bound <= planned(problem).step_ns  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("memory", [8_500_000, 20_000_000, 30_000_000])
+def test_a_product_that_need_not_run_again_costs_no_plan_a_second_forward(memory: int) -> None:
+    """Of a product only the operands are kept, so that recomputing it alone frees memory for nothing."""
+    text = "; ".join(f"v{i}:1000/2000 #64 ^4000000 +w{i}:64 @l.{i} <- {f'v{i - 1}' if i else 'x'}" for i in range(4))
+    layers = graph(text)
+    products = replace(layers, ops=tuple(replace(op, target="aten.mm.default") for op in layers.ops))
+    work, steps = 2 * 4 * 2 * 3000, []
+    for model in (layers, products):
+        problem = Problem(model, cluster(1, memory=memory), PlanRequest(((2, 2),)))
+        plan = planned(problem)
+        assert plan is not None and lower_bound(problem.space) <= plan.step_ns and plan.stages[0].recompute
+        steps.append(plan.step_ns)
+    assert steps[0] > steps[1] and steps[1] < work + 1000

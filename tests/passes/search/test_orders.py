@@ -8,20 +8,22 @@ from typing import Any
 
 import pytest
 from support.grids import sampled
-from support.languages.graphs import cluster, graph, layers, plan_of
+from support.languages.graphs import cluster, graph, layers, plan_of, source
 from support.oracles.drawn_clusters import drawn, found_for
 
 from autopart.ir.errors import UsageError
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan, check_decision
 from autopart.passes.program.orders import placed
-from autopart.passes.program.routing import route
+from autopart.passes.program.routing import edges, route
 from autopart.passes.program.verify import check_program
 from autopart.passes.search.evaluation import Candidate
 from autopart.passes.search.requests import check_request
 from autopart.passes.search.space import PlanRequest
 from autopart.passes.search.variants import orders
 from autopart.passes.search.variants.orders import shortest_way
+from autopart.passes.simulation.estimate import excess_of
+from autopart.passes.simulation.stage_costs import Estimator
 
 
 def slow_layers(count: int) -> Graph:
@@ -99,6 +101,27 @@ def test_stages_of_one_rank_share_its_memory() -> None:
     plan = proven(plan_of(g, cluster(2, memory=tight), micros=4, schedule="interleaved", stages=4, replicas=1), g)
     assert any(stage.recompute for stage in plan.stages)
     assert plan.step_ns >= free.step_ns
+
+
+def test_only_stages_with_room_split_their_backwards_where_memory_is_short() -> None:
+    """W keeps what recomputation has freed: no plan with all backwards split fits, and 1F1B takes longer."""
+    g = slow_layers(8)
+    g = replace(g, ops=tuple([replace(op, cost=replace(op.cost, weight_bytes=op.cost.saved_bytes)) for op in g.ops]))
+    asked: dict[str, Any] = {"micros": 6, "stages": 4, "replicas": 1}
+    free = plan_of(g, cluster(4), schedule="1f1b", **asked)
+    tight = cluster(4, memory=int(0.85 * max(e.peak_bytes for e in free.estimates)))
+    family = proven(plan_of(g, tight, schedule="1f1b", **asked), g)
+    plan = proven(plan_of(g, tight, schedule="zb-h1", **asked), g)
+    limit = tight.least_memory_bytes((0,))
+    assert all(e.peak_bytes <= limit for e in plan.estimates)
+    assert 0 < sum(stage.whole_backward for stage in plan.stages) < 4 and any(stage.recompute for stage in plan.stages)
+    assert plan.step_ns < family.step_ns
+    for stage, e in zip(plan.stages, plan.estimates, strict=True):
+        assert bool(e.weight_bytes) == bool(e.weight_ns) == (not stage.whole_backward)
+    parted = replace(plan.decision, stages=tuple([replace(s, whole_backward=False) for s in plan.stages]))
+    estimator = Estimator(tight, source(g, tight).cost_model)
+    assert max(excess_of(parted, edges(parted, g), estimator)) > 0
+    assert max(excess_of(plan.decision, edges(parted, g), estimator)) <= 0
 
 
 @pytest.mark.parametrize("seed", sampled(range(60), every=12))

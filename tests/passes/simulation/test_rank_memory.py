@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -41,12 +43,16 @@ def test_counts_give_what_a_walk_of_the_order_finds(
 ) -> None:
     name, per_rank, placement = kind
     stages = workers * per_rank
-    shape = Shape(stages, micros, homes=placed(placement, stages, workers))
+    whole = tuple([s for s in range(stages) if data.draw(st.booleans())])
+    shape = Shape(stages, micros, homes=placed(placement, stages, workers), whole=whole)
     sizes = st.lists(st.integers(0, 50), min_size=stages, max_size=stages)
     held, kept = data.draw(sizes), data.draw(sizes)
     counts = counts_of(find(name), shape)
     found = {own: most_bytes(rows, [held[s] for s in own], [kept[s] for s in own]) for own, rows in counts.items()}
     assert found == walked(find(name), shape, held, kept)
+    parted = walked(find(name), replace(shape, whole=()), held, kept)
+    assert all(parted[own] >= most for own, most in found.items())
+    assert all(kept == 0 for s in whole for _, kept in of_stage(counts, s))
     for s in range(stages):
         held_here = [own if s == t else 0 for t, own in enumerate(held)]
         kept_here = [own if s == t else 0 for t, own in enumerate(kept)]

@@ -24,6 +24,7 @@ from autopart.passes.program.orders import Order, Shape
 from autopart.passes.program.routing import route
 from autopart.passes.program.schedules import find, in_flight, pattern, register
 from autopart.passes.program.verify import check_program
+from autopart.passes.simulation.charges import summing_ns
 from autopart.passes.simulation.estimate import simulated_ns, stage_estimates
 from autopart.passes.simulation.estimate import work_of as work_of_plan
 from autopart.passes.simulation.simulate import Work, ordered_ns, simulate, step_ns
@@ -358,7 +359,8 @@ def check_ports(timeline: Timeline, work: Work) -> None:
     for span in timeline.spans:
         if span.action.is_a.role == SEND and span.end_ns > span.start_ns and span.action.peer is not None:
             size, (load,) = work.messages[span.action.stage, span.action.peer, span.action.is_a.way]
-            for way, busy in zip(load.ways, load.busy_ns(size), strict=True):
+            for way, share, rate in zip(load.ways, load.shares, load.rates, strict=True):
+                busy = load.busy_ns(size)[share, rate]
                 taken.setdefault(way, []).append((span.start_ns, span.start_ns + busy))
     for intervals in taken.values():
         assert all(one[1] <= two[0] for one, two in pairwise(sorted(intervals)))
@@ -384,5 +386,8 @@ def test_tied_gradients_are_summed_once_over_all_ranks_of_their_stages() -> None
     program = check_program(route(decision, g), "1f1b")
     estimates = stage_estimates(decision, program.edges, estimator)
     work = work_of_plan(decision, estimates, program.edges, program.tied, estimator)
-    assert work.tied == (((0, 1), 8, ring_load(c, (0, 1, 2, 3), 2)),)
+    assert work.tied == (((0, 1), 8, estimator.loads.ring((0, 1, 2, 3), 2)),)
+    assert work.tying_ns == (summing_ns(8, (0, 1, 2, 3), c),)
+    plain, longer = (step_ns(program, replace(work, tying_ns=each)) for each in ((), (700,)))
+    assert longer - plain == 700
     assert [size for size, _ in work.reduce] == [0, 4]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import astuple, replace
 from fractions import Fraction
 from unittest import mock
 
@@ -14,9 +14,10 @@ from support.languages.graphs import cluster
 from support.oracles.planner_oracle import FASTEST
 
 from autopart.ir.cluster import Cluster, Device, Level, Link, Port
-from autopart.passes.simulation.traffic import PortLoad, owners_load, p2p_load, ring_load
+from autopart.passes.simulation.traffic import Loads, PortLoad, merged, owners_load, p2p_load, ring_load
 
 Pairs = Counter[tuple[int, int]]
+Ranks = tuple[int, ...]
 
 
 @st.composite
@@ -89,7 +90,7 @@ def test_ring_carries_the_known_share_over_every_hop(c: Cluster, ranks: tuple[in
     n, order = len(ranks), sorted(ranks)
     load = ring_load(c, ranks, 2)
     if n == 1:
-        assert load == PortLoad(0, (), (), ()) and load.alone_ns(100) == 0
+        assert not load.ways and load.alone_ns(100) == 0
         return
     hops = {(order[i], order[(i + 1) % n]): Fraction(2 * (n - 1), n) for i in range(n)}
     same(load, loads(c, hops), c)
@@ -128,14 +129,31 @@ def test_pace_says_what_a_message_takes(c: Cluster, senders: tuple[int, ...], re
         assert taken == 0
     else:
         assert taken == pytest.approx(latency + size * per_byte, abs=1.01)
-        assert taken == latency + max(load.busy_ns(size))
+        assert taken == latency + max(load.busy_ns(size).values())
+
+
+@given(nodes(), st.lists(st.tuples(groups, groups), min_size=1, max_size=4))
+def test_ports_count_as_one_where_every_load_puts_the_same_on_them(c: Cluster, ends: list[tuple[Ranks, Ranks]]) -> None:
+    loads = tuple(p2p_load(c, *pair) for pair in ends)
+    ways = {way for load in loads for way in load.ways}
+    kinds = [dict(zip(load.ways, zip(load.shares, load.rates, strict=True), strict=True)) for load in loads]
+    expected = {tuple(kind.get(way) for kind in kinds) for way in ways}
+    ports = [dict(own) for own in merged(loads)]
+    numbers = {port for own in ports for port in own}
+    assert {tuple(own.get(port) for own in ports) for port in numbers} == expected and len(numbers) == len(expected)
+
+
+@given(nodes(), groups, groups)
+def test_stages_that_stand_alike_on_other_groups_have_the_same_paces(c: Cluster, before: Ranks, ranks: Ranks) -> None:
+    assert Loads(c).paces(before, ranks) == (p2p_load(c, before, ranks).pace, ring_load(c, ranks, 1).pace)
+    assert Loads(c).paces((), ranks) == ((0, 0.0), ring_load(c, ranks, 1).pace)
 
 
 @given(nodes(), groups)
 def test_sums_at_owners_take_as_long_as_for_all_where_gloo_sums(c: Cluster, ranks: tuple[int, ...]) -> None:
-    assert owners_load(c, ranks) == ring_load(c, ranks, 2)
+    assert astuple(owners_load(c, ranks)) == astuple(ring_load(c, ranks, 2))
     gpus = Cluster(tuple(replace(device, kind="cuda") for device in c.devices), c.levels)
-    assert owners_load(gpus, ranks) == ring_load(gpus, ranks, 1)
+    assert astuple(owners_load(gpus, ranks)) == astuple(ring_load(gpus, ranks, 1))
 
 
 def test_the_load_of_a_ring_over_many_nodes_takes_steps_in_proportion_to_its_ranks() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
-from autopart.runtime.sums.replicas import ALIGNED_BYTES, Bucket, parts_of
+from autopart.runtime.sums.replicas import ALIGNED_BYTES, Bucket, ReplicaSums, Replicated, parts_of
 
 
 def parameters(*sizes: int, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
@@ -63,3 +65,23 @@ def test_products_round_alike_whatever_lies_before_in_the_bucket() -> None:
         assert place.data_ptr() % ALIGNED_BYTES == 0
         sums.append(place.addmm_(left, right))
     assert all(torch.equal(each, sums[0]) for each in sums)
+
+
+def test_pieces_and_whole_parameters_are_summed_as_the_backward_releases_them() -> None:
+    names = [f"{kind}{layer}" for layer in (2, 1, 0) for kind in ("weight", "norm")]
+    held = dict(zip(names, parameters(*[8] * 6), strict=True))
+    alike, of_all = object(), object()
+    kept = Replicated(tuple(names), bucket_bytes=32, parted=frozenset(names[::2]))
+    given: Any = None, 0, of_all, kept, alike
+    launched: list[tuple[nn.Parameter, Any]] = []
+    sums = ReplicaSums(*given)
+    sums._launch = lambda bucket, group: launched.append((bucket.parameters[0], group))  # type: ignore[method-assign]
+    sums.begin(held)
+    sums._armed = True
+    for number, name in enumerate(names[:-1]):  # the last bucket follows when the backward ends
+        held[name].grad = torch.ones(8)
+        for hook in (held[name]._post_accumulate_grad_hooks or {}).values():
+            hook(held[name])
+        last, group = launched[number]
+        assert last is held[name] and group is (alike if name in kept.parted else of_all)
+    sums.release()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,9 +18,13 @@ from torch import nn
 from autopart.batch.batch import flatten
 from autopart.capture import CaptureCache
 from autopart.ir.errors import RefusedError
-from autopart.ir.graph import Size
+from autopart.ir.graph import Graph, Size
+from autopart.passes.shards.assignment import Assignment
+from autopart.passes.shards.calls import calls_of
 from autopart.passes.shards.choice import choose
-from autopart.passes.shards.states import CUT_KIND
+from autopart.passes.shards.factors import factors_of
+from autopart.passes.shards.states import CUT_KIND, PARTIAL_KIND
+from autopart.passes.shards.strategies import Strategy, strategies
 from autopart.passes.tokens.recipe import Recipe
 from autopart.planning.derive.sliced_shards import choice_for, kept_state, sliced_problem, why_not
 from autopart.planning.derive.token_axis import token_recipe
@@ -126,6 +131,29 @@ def test_dropout_draws_what_one_process_draws() -> None:
     for lengths, again in ((EVEN, 1.0), (ODD, 0.0)):
         found = choice_for(captured.graph, 2, recipe, lengths)
         assert sliced_errors(captured, inputs, found, recipe, lengths, again=again) < EXACT
+
+
+def test_what_runs_at_full_length_is_no_addend() -> None:
+    captured, _, recipe = sliced_case(*case_of("llama_tied"))
+    found = choice_for(captured.graph, 2, recipe, ODD)
+    factors = factors_of(captured.graph)
+    adding = {
+        call.op.name: way
+        for call in calls_of(captured.graph)
+        if call.op.name not in recipe.ops
+        for way in strategies(call, factors, 2)
+        if any(state.kind == PARTIAL_KIND for state in way.writes)
+    }
+    assert adding
+    for name, way in adding.items():
+        problem = sliced_problem(captured.graph, with_strategy(found, captured.graph, name, way), recipe, ODD)
+        assert problem is not None and problem[0].name == name and "at full length" in problem[1]
+
+
+def with_strategy(found: Assignment, graph: Graph, name: str, way: Strategy) -> Assignment:
+    """Return an assignment in which one op runs another way."""
+    states = dict(zip(graph.op_map()[name].writes, way.writes, strict=True))
+    return replace(found, strategies={**found.strategies, name: way}, states={**found.states, **states})
 
 
 def is_wrong(*given: Any) -> bool:

@@ -214,7 +214,9 @@ def plan_of(graph: Graph, setup: Setup) -> Plan:
             shares = setup.shares[home] if setup.shares else ()
             policy = setup.policies[home] if setup.policies else "split"
             ranks = tuple(placed_on[home])
-            stages.append(Stage(ops, ranks, (again,) if again else (), shares, policy, shards=setup.shards))
+            whole = random.Random(f"{setup.seed}, stage {len(stages)}").random() < setup.whole
+            groups = (again,) if again else ()
+            stages.append(Stage(ops, ranks, groups, shares, policy, whole_backward=whole, shards=setup.shards))
         decision = Decision(
             setup.world, tuple(stages), split_rows(setup.rows[0], setup.micros), schedule, setup.zero,
             token_slices=setup.slices, bucket_bytes=setup.bucket_bytes, order=order,

@@ -10,6 +10,7 @@ from autopart.ir.errors import GraphError, PlanError, shortened
 from autopart.ir.graph import Cost, Graph, Op, Param, Size, Value, check
 from autopart.ir.plan import Decision, Stage
 from autopart.ir.program import BUCKET_BYTES
+from autopart.ir.shares import Policy
 from support.languages.text import DEFAULT_BYTES, DEFAULT_DTYPE, DEFAULT_TARGET, PARAM_SIGNS
 
 _SIZE = re.compile(r"(\d+)(?::([^\[\]]+)\[((?:\d+\*?(?:,\d+\*?)*)?)\])?$")
@@ -19,7 +20,7 @@ _DECISION = re.compile(
     r"schedule (\S*), micro-batches of ([\d ]*) rows(?:, slices of ([\d ]*) tokens)?, world (-?\d+)(?:, zero (\d+))?"
     r"(?:, buckets of (\d+) bytes)?$"
 )
-_STAGE = re.compile(r"stage on ([-\d ]*?)(?: in shares ([\d ]+?))?( in turn)?( forward only)?:(.*)$")
+_STAGE = re.compile(r"stage on ([-\d ]*?)(?: in shares ([\d ]+?))?( in turn)?( forward only)?( whole backward)?:(.*)$")
 _SEPARATOR = re.compile(r"[;\n]")
 _LANGUAGE = "see support.languages.text"
 _SHOWN = 200  # characters of a statement that a message quotes
@@ -249,8 +250,9 @@ def parse_decision(text: str) -> Decision:
         word, *group = line.split()
         if found:
             shares = _numbers(found[2] or "", line)
-            ops, ranks = tuple(found[5].split()), _numbers(found[1], line)
-            stages.append(Stage(ops, ranks, (), shares, "turn" if found[3] else "split", bool(found[4])))
+            ops, ranks = tuple(found[6].split()), _numbers(found[1], line)
+            how: Policy = "turn" if found[3] else "split"
+            stages.append(Stage(ops, ranks, (), shares, how, bool(found[4]), bool(found[5])))
         elif word == "order":
             order.append(" ".join(group))
         elif word == "recompute" and stages:

@@ -40,7 +40,8 @@ def _stages(draw: st.DrawFn, ops: tuple[str, ...], ranks: tuple[int, ...]) -> St
     """Draw a stage on one rank or on all of `ranks` that recomputes up to two groups of its ops."""
     again = draw(st.integers(0, len(ops)))
     groups = tuple(group for group in (ops[: again // 2], ops[again // 2 : again]) if group)
-    return Stage(ops, ranks if draw(st.booleans()) else ranks[:1], groups, forward_only=draw(st.booleans()))
+    own = ranks if draw(st.booleans()) else ranks[:1]
+    return Stage(ops, own, groups, forward_only=draw(st.booleans()), whole_backward=draw(st.booleans()))
 
 
 @st.composite
@@ -62,14 +63,15 @@ def decisions(draw: st.DrawFn, words: st.SearchStrategy[str] = WORDS) -> Decisio
         zero=draw(st.sampled_from([0, 0, 1])),
         token_slices=draw(st.just(()) | st.lists(st.integers(1, 10**6), min_size=2, max_size=5).map(tuple)),
         bucket_bytes=draw(st.just(BUCKET_BYTES) | st.integers(1, MAX_BUCKET_BYTES)),
-        order=draw(_orders(count)) if schedule == SEARCHED else (),
+        order=draw(_orders(stages)) if schedule == SEARCHED else (),
     )
 
 
 @st.composite
-def _orders(draw: st.DrawFn, stages: int) -> tuple[str, ...]:
+def _orders(draw: st.DrawFn, stages: tuple[Stage, ...]) -> tuple[str, ...]:
     """Draw some computes of micro-batch 0 on each of two workers."""
-    words = [f"{stage}{kind}0" for stage in range(stages) for kind in "FBIW"]
+    kinds = [(s, "FB" if stage.whole_backward else "FBIW") for s, stage in enumerate(stages)]
+    words = [f"{s}{kind}0" for s, own in kinds for kind in own]
     chosen = draw(st.lists(st.sampled_from(words), unique=True, min_size=1))
     cut = draw(st.integers(0, len(chosen)))
     return " ".join(chosen[:cut]), " ".join(chosen[cut:])

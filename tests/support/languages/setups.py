@@ -24,8 +24,9 @@ class Setup:
     counts: replicas of each worker, of `shards` ranks each, in a world of so many ranks, of which others idle.
     per_rank: stages of each worker.  schedule: DRAWN draws an order in which a backward is split with the probability
     `split`.  shares and policies: of each worker's replicas, () for equal shares and "split".  recompute: the part of
-    each stage's ops.  frozen: the first so many parameters do not learn.  by_options: the planner cuts, instead of the
-    seed.  evaluated: a loss after training, too.
+    each stage's ops.  whole: the probability that a stage runs whole backwards where the schedule splits them.  frozen:
+    the first so many parameters do not learn.  by_options: the planner cuts, instead of the seed.  evaluated: a loss
+    after training, too.
     """
 
     model: str = "stack"
@@ -43,6 +44,7 @@ class Setup:
     zero: int = 0
     bucket_bytes: int = BUCKET_BYTES
     recompute: float = 0.0
+    whole: float = 0.0
     slices: tuple[int, ...] = ()
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float64"
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -112,6 +114,7 @@ _CUT_BY_FOUR = (
     "basic", "shared_embedding", "small_param", "decoder_window", "decoder_written", "gpt2", "gemma2", "bert", "t5",
     "vit", *[f"random {n}" for n in (0, 1, 2, 3, 4, 5, 7, 9, 12, 14, 23, 27, 38, 39)],
 )  # fmt: skip
+WHOLE = (0.0, 0.5, 1.0)
 SHARDED = {
     4: _CUT_BY_FOUR,
     2: (
@@ -167,7 +170,8 @@ def drawn(seed: int, world: int, *, model: str = "", compiled: float = 0.0, shar
         if cut and apart.random() < 0.5:  # else ranks seldom have equal parts of all slices
             setup = replace(setup, slices=(4, tokens_of(model) - 4))
         setup = replace(setup, policies=(), synced=False, backend="eager", frozen=0)
-    return replace(setup, rows=rows)
+    whole = 0.0 if setup.by_options or setup.schedule == SEARCHED else random.Random(f"whole of {seed}").choice(WHOLE)
+    return replace(setup, rows=rows, whole=whole)
 
 
 def _model(draw: random.Random, *, cut: bool) -> str:

@@ -180,6 +180,7 @@ def decision_text(decision: Decision) -> str:
         how = f" in shares {' '.join(map(str, stage.shares))}" if stage.shares else ""
         how += " in turn" if stage.policy == "turn" else ""
         how += " forward only" if stage.forward_only else ""
+        how += " whole backward" if stage.whole_backward else ""
         lines.append(f"stage on {' '.join(map(str, stage.ranks))}{how}: {' '.join(stage.ops)}".rstrip())
         lines += [f"  recompute {' '.join(group)}".rstrip() for group in stage.recompute]
     lines += [f"order {text}".rstrip() for text in decision.order]

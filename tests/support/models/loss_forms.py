@@ -140,6 +140,10 @@ EXACT: dict[str, tuple[str, Term]] = {
         "tokens",
         lambda s, x, y, t, m: torch.where(t > 1, (y * s.w).sum(-1), 0).sum() / (t > 1).sum().clamp(min=1),
     ),
+    "not a number elsewhere": (
+        "sum",
+        lambda s, x, y, t, m: torch.where(y > -100, y * s.w, float("nan")).masked_fill(y < -100, float("nan")).sum(),
+    ),
     "added to zeros": ("sum", lambda s, x, y, t, m: (y.new_zeros(4) + (y * s.w).sum(0)).sum()),
     "summed by class": (
         "sum",

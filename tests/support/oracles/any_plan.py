@@ -39,6 +39,7 @@ REFUSALS = (
     "nothing in the model can be divided among",
     "equal parts: it sums over",
     "tokens cannot be divided among",
+    "attention with dropout cannot be divided by heads",
 )
 """Reasons for which a drawn setup may be refused; any other is a failure."""
 

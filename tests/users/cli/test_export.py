@@ -154,3 +154,20 @@ def test_the_command_line_prints_both(capsys, monkeypatch):
     text = f"layout=Et|t*{layers - 1}L,mbs={rows // 2}"
     answers = json.loads(run("--hand", text, "--json"))["answers"]
     assert [answer["name"] for answer in answers] == ["chosen", "by hand"] and answers[1]["stages"] == 2
+
+
+def test_a_plan_without_words_is_written_before_it_is_refused(capsys, tmp_path):
+    words = [
+        "--tensor-parallel",
+        "2",
+        "--micro-batches",
+        "2",
+        "--out",
+        str(tmp_path / "plan.json"),
+        "--export",
+        "megatron",
+    ]
+    with pytest.raises(SystemExit) as end:
+        main(["plan", "gpt2-tiny", "--costs", "analytic", "--cluster", "cpu:2", "--optimizer", "sgd", *words])
+    assert end.value.code == 2 and "tensor_parallel=1" in capsys.readouterr().err
+    assert autopart.load_plan(tmp_path / "plan.json").decision.shards == 2

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autopart.capture.source_location import is_library_file, user_line
 from autopart.ir.errors import RefusedError
 
-_apply = torch.autograd.Function.__dict__["apply"].__func__
+_base: Any = torch._C._FunctionBase.__dict__["apply"]
 _SCALARS = {bool: "bool", int: "int", float: "float", str: "str", torch.dtype: "ScalarType", torch.device: "Device"}
 _ops: dict[tuple[type, str, int], Callable[..., Any]] = {}
 _names: dict[str, int] = {}
@@ -34,10 +34,16 @@ _LIBRARY_FIX = (
 )
 
 
-def apply(original: Any, cls: Any, *args: Any, **kwargs: Any) -> Any:
-    """Apply a function in forward(): by an op that keeps its backward.  Raises RefusedError."""
+def _apply(cls: Any, *args: Any) -> Any:
+    """Apply a function as torch does."""
+    return _base.__get__(None, cls)(*args)
+
+
+def apply(original: Any, cls: Any, *args: Any) -> Any:
+    """Apply a function in forward(): by an op that keeps its backward.  It is called by `Function.apply`, which may
+    have been taken before the trace (`square = Square.apply`), with all arguments by place.  Raises RefusedError."""
     if cls.__module__.startswith("torch._"):  # how torch.library carries an op's own backward
-        return original(cls, *args, **kwargs)
+        return original(cls, *args)
     schema = ", ".join(f"{_type(cls, value)} a{place}" for place, value in enumerate(args))
     count, single = _results(cls, args)
     key = (cls, schema, count)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import inspect
 import pkgutil
 import sys
 import threading
@@ -67,7 +68,7 @@ HABITS = (
     Habit(
         "a custom autograd.Function is applied, whose backward torch.export drops: an op with its own backward",
         test="capture/trace/test_custom_functions.py::test_the_gradients_of_its_own_backward_are_kept_in_stages",
-        patches={"torch.autograd.Function.apply": custom_functions.apply},
+        patches={"torch.autograd.function._SingleLevelFunction.apply": custom_functions.apply},
     ),
     Habit(
         "torch.utils.checkpoint: its ops are a group to recompute; the reentrant kind is ignored with a warning",
@@ -205,9 +206,15 @@ def patched() -> Iterator[None]:
         yield
 
 
+def _of_class(bound: Any) -> Callable[..., Any]:
+    """Return a class method that is written in C, as a function of the class."""
+    found: Any = inspect.getattr_static(bound.__self__, bound.__name__)
+    return lambda cls, *args, **kwargs: found.__get__(None, cls)(*args, **kwargs)
+
+
 def _on_thread(tracer: int, replacement: Callable[..., Any], otherwise: Any) -> Any:
     bound = isinstance(getattr(otherwise, "__self__", None), type)
-    plain: Any = otherwise.__func__ if bound else otherwise
+    plain: Any = otherwise if not bound else getattr(otherwise, "__func__", None) or _of_class(otherwise)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() == tracer:

@@ -105,17 +105,15 @@ def _trials(search: Search) -> Iterator[tuple[Way, Evaluation, SearchSpace]]:
         best = [*search.finalists(2 * SHAPES), *search.finalists(2 * SHAPES, schedule=FAMILY[0])]
         best += search.finalists(2 * SHAPES, by_kind=True) if len(fine.costs.device_types) > 1 else []
     different = {(found.candidate.bounds, found.candidate.ranks, found.candidate.micro_rows): found for found in best}
-    shapes = [found for found in different.values() if _may_gain(found, fine)]
-    search.other_orders = bool(shapes)
-    most = max([len(found.candidate.widths) for found in shapes], default=0)
-    if PER_RANK[0] * most * PER_STAGE > fine.chain.n:
-        fine = _finer(fine, min(MOST_BLOCKS, PER_RANK[0] * most * PER_STAGE))
+    shapes = [found for found in different.values() if may_gain(found, fine)]
+    search.other_orders |= bool(shapes)
+    fine = with_enough_blocks(fine, max([len(found.candidate.widths) for found in shapes], default=0))
     for found in shapes:
-        for way in _promising(allowed, found, search, fine):
+        for way in promising(allowed, found, search, fine):
             yield way, found, fine
 
 
-def _may_gain(found: Evaluation, fine: SearchSpace) -> bool:
+def may_gain(found: Evaluation, fine: SearchSpace) -> bool:
     """Return whether a plan leaves enough of its step idle for another order to be worth it, or to be asked for.
 
     Several stages a rank also even out what ranks have to do."""
@@ -143,16 +141,16 @@ def _even_ns(found: Evaluation) -> float:
 def evaluate_named(search: Search, effort: int) -> None:
     """Evaluate the best plans under the other named orders that the request allows."""
     for way, found, fine in _trials(search):
-        actions = actions_of(_placed(way, found))
+        actions = actions_of(under_order(way, found))
         if way.schedule == SEARCHED or (actions > effort and search.fitting):
             continue
-        for candidate in _under(way, found, fine):
+        for candidate in under(way, found, fine):
             effort -= actions
             search.evaluate(fine if candidate.per_rank > 1 else found.space, candidate)
         search.tell("other orders")
 
 
-def _placed(way: Way, found: Evaluation) -> Candidate:
+def under_order(way: Way, found: Evaluation) -> Candidate:
     """Return the plan under another order, with cuts for one stage a rank."""
     return replace(found.candidate, schedule=way.schedule, per_rank=way.per_rank, placement=way.placement)
 
@@ -165,10 +163,10 @@ def evaluate_searched(search: Search, effort: int) -> None:
     known: set[object] = set()
     best: tuple[SearchSpace, Candidate, Ordered] | None = None
     for way, found, fine in _trials(search):
-        computes = 3 * _placed(way, found).stages * len(found.candidate.micro_rows)
+        computes = 3 * under_order(way, found).stages * len(found.candidate.micro_rows)
         if way.schedule != SEARCHED or (computes > effort and known):
             continue
-        for candidate in _under(way, found, fine):
+        for candidate in under(way, found, fine):
             effort -= computes
             space = fine if candidate.per_rank > 1 else found.space
             key = space.chain.n, candidate.key, found.decision.zero
@@ -216,7 +214,7 @@ def _to_beat(search: Search, fine: SearchSpace, candidate: Candidate) -> float:
     return search.best_ns if free else math.inf
 
 
-def _promising(allowed: list[Way], found: Evaluation, search: Search, fine: SearchSpace) -> Iterator[Way]:
+def promising(allowed: list[Way], found: Evaluation, search: Search, fine: SearchSpace) -> Iterator[Way]:
     """Yield the orders under which a plan may become the fastest so far, or that are quickly compared.
 
     However it is ordered, a position does all its work, or an even part where it has several stages, and waits until
@@ -230,18 +228,18 @@ def _promising(allowed: list[Way], found: Evaluation, search: Search, fine: Sear
             micros * (even if way.per_rank > 1 else e.fwd_ns + e.bwd_ns) + before / way.per_rank
             for e, before in zip(found.estimates, ahead, strict=True)
         )
-        if least < _to_beat(search, fine, _placed(way, found)):
+        if least < _to_beat(search, fine, under_order(way, found)):
             yield way
 
 
-def _under(way: Way, found: Evaluation, fine: SearchSpace) -> Iterator[Candidate]:
+def under(way: Way, found: Evaluation, fine: SearchSpace) -> Iterator[Candidate]:
     """Yield the plan under another order, also with even cuts: its own may suit the waits of 1F1B alone; with several
     stages a rank once for each kind of cuts."""
     plan = found.candidate
     slices = plan.token_slices or fine.request.fixed_slices
     if slices and (way.schedule == SEARCHED or not find(way.schedule).sliced):
         return
-    plan = _placed(way, found)
+    plan = under_order(way, found)
     if way.per_rank == 1:
         even = with_even_cuts(plan, found.space)
         yield from (plan,) if even is None else (plan, even)
@@ -275,11 +273,12 @@ def _by_speed(plan: Candidate, space: SearchSpace) -> Iterator[Candidate]:
             yield replace(plan, layout=layout, widths=tuple([plan.widths[place] for place in places]))
 
 
-def _finer(space: SearchSpace, blocks: int) -> SearchSpace:
-    """Return the space with up to this number of blocks, which can be cut at more places; itself if it has as many.
+def with_enough_blocks(space: SearchSpace, positions: int) -> SearchSpace:
+    """Return a space of enough blocks to cut two stages for each position, or as many as there are; itself if it has.
 
     O(ops log ops), once for each space and number.
     """
+    blocks = min(MOST_BLOCKS, PER_RANK[0] * positions * PER_STAGE)
     if blocks <= space.chain.n or space.chain.n >= len(space.fine.ops):
         return space
     if blocks in space.finer:

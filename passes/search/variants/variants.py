@@ -13,6 +13,7 @@ from autopart.passes.search.search import (
     refine_best,
 )
 from autopart.passes.search.variants.orders import evaluate_named, evaluate_searched, refine_ordered
+from autopart.passes.search.variants.several import evaluate_several
 from autopart.passes.search.variants.slicing import evaluate_slices
 
 
@@ -39,6 +40,7 @@ VARIANTS = (
     Variant("moved cuts, devices and rows", refine_best, 250_000),
     Variant("slices of sequences", evaluate_slices, 1_500_000, leaves_family=True),
     Variant("split backwards, several stages a rank", evaluate_named, 300_000, leaves_family=True),
+    Variant("several stages a rank of equal positions", evaluate_several, 300_000, leaves_family=True),
     Variant("searched orders", evaluate_searched, 150_000, leaves_family=True),
     Variant("moved cuts under the best other order", refine_ordered, 100_000, leaves_family=True),
 )

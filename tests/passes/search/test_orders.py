@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -11,16 +12,18 @@ from support.grids import sampled
 from support.languages.graphs import cluster, graph, layers, plan_of, source
 from support.oracles.drawn_clusters import drawn, found_for
 
+from autopart.ir.cluster import DEVICE_KINDS
 from autopart.ir.errors import UsageError
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan, check_decision
-from autopart.passes.program.orders import placed
+from autopart.passes.program.orders import LOOP, placed
 from autopart.passes.program.routing import edges, route
 from autopart.passes.program.verify import check_program
 from autopart.passes.search.evaluation import Candidate
+from autopart.passes.search.layout import Layout
 from autopart.passes.search.requests import check_request
 from autopart.passes.search.space import PlanRequest
-from autopart.passes.search.variants import orders
+from autopart.passes.search.variants import orders, several
 from autopart.passes.search.variants.orders import shortest_way
 from autopart.passes.simulation.estimate import excess_of
 from autopart.passes.simulation.stage_costs import Estimator
@@ -122,6 +125,34 @@ def test_only_stages_with_room_split_their_backwards_where_memory_is_short() -> 
     estimator = Estimator(tight, source(g, tight).cost_model)
     assert max(excess_of(parted, edges(parted, g), estimator)) > 0
     assert max(excess_of(plan.decision, edges(parted, g), estimator)) <= 0
+
+
+@pytest.mark.parametrize("seed", sampled(range(60), every=12))
+def test_several_stages_a_rank_are_tried_for_pipelines_of_equal_positions_of_their_own(seed: int) -> None:
+    """Whatever 1F1B's family likes best: at most so many, and none that cannot be faster."""
+    found = found_for(drawn(seed, devices=8, layers=8, kinds=1))
+    candidates = [candidate for _, candidate in several.equal_positions(found)]
+    assert all(max(plan.widths) == 1 and len(plan.widths) == plan.layout.depth > 1 for plan in candidates)
+    numbers = [(plan.layout.pipeline_replicas, len(plan.micro_rows)) for plan in candidates]
+    assert len(numbers) == len(set(numbers))
+    assert max(Counter(copies for copies, _ in numbers).values(), default=0) <= several.ALIKE
+    loops = {e.candidate.ranks for e in found.fitting.values() if e.candidate.per_rank > 1}
+    before = len(found.fitting)
+    several.evaluate_several(found, 0)
+    assert len(found.fitting) - before <= several.TRIED
+    assert loops == {e.candidate.ranks for e in found.fitting.values() if e.candidate.per_rank > 1}
+
+
+def test_stages_of_one_rank_count_once_where_fewer_are_preferred() -> None:
+    layout, bounds = Layout(1, 2, 1, (0, 1)), tuple(range(9))
+    two, four = (
+        Candidate(bounds[: 2 * v + 1], (1, 1), 0, 0, layout, ((1,) * 4), "interleaved", per_rank=v, placement=LOOP)
+        for v in (2, 4)
+    )
+    longer = Candidate(bounds[:9], (1,) * 4, 0, 0, Layout(1, 4, 1, (0, 1, 2, 3)), ((1,) * 4), "interleaved", per_rank=2)
+    computes = 4 * (8 - 4) * DEVICE_KINDS["cuda"].compute_ns
+    assert four.preference(10**9, "cuda") == pytest.approx(two.preference(10**9 + computes, "cuda"))
+    assert longer.preference(10**9, "cuda") == pytest.approx(1.02 * two.preference(10**9, "cuda"))
 
 
 @pytest.mark.parametrize("seed", sampled(range(60), every=12))

@@ -36,10 +36,9 @@ SHARING = 0.02
 predicted steps are not worth more; and its messages, one or more for each large parameter, are charged by their bytes
 alone."""
 DOUBLING = 0.02
-"""A plan with twice the stages is chosen if it makes the step shorter by at least this part: predicted steps are off by
-more than that from measured ones (benchmarks/results/prediction.json), while each stage is one more hop for every
-micro-batch, and one more device that all others wait for.  For 15 stages instead of 16 it is 0.2 %.  Several stages of
-one rank count once: they share its device, and what their further messages and computes take is charged."""
+"""A plan whose micro-batches pass twice the devices is chosen if it saves at least this part of the step: predictions
+are off by more (benchmarks/results/prediction.json), while each device is one more hop, and one more that all others
+wait for.  For 15 stages instead of 16 it is 0.2 %.  Stages of one rank share its device."""
 OTHER_ORDER = 0.02
 """A schedule that is not of 1F1B's family is chosen if it saves at least this part of the step."""
 
@@ -82,14 +81,13 @@ class Candidate:
         """Return the criterion by which plans are chosen, less is better.
 
         It is the step, with a penalty for each doubling of the devices that a micro-batch passes, and for a schedule
-        that is not of 1F1B's family one for its further computes and another one.  kind: of device.
-        """
-        passed = (1 + DOUBLING) ** log2(len(self.widths))
-        if not self.other_order:
-            return float(step_ns * passed)
-        each = self.per_rank * (3 if find(self.schedule).splits else 2)
-        more_ns = len(self.micro_rows) * (each - 2) * DEVICE_KINDS[kind].compute_ns
-        return float((step_ns + more_ns) * passed * (1 + OTHER_ORDER))
+        that is not of 1F1B's family one for its further computes and another one.  kind: of device."""
+        longer = (1 + DOUBLING) ** log2(len(self.widths))
+        if self.other_order:
+            each = self.per_rank * (3 if find(self.schedule).splits else 2)
+            step_ns += len(self.micro_rows) * (each - 2) * DEVICE_KINDS[kind].compute_ns
+            longer *= 1 + OTHER_ORDER
+        return float(step_ns * longer)
 
     @property
     def other_order(self) -> str:

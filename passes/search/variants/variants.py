@@ -6,12 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from autopart.passes.search.evaluation import Search
-from autopart.passes.search.search import (
-    evaluate_arrangements,
-    evaluate_for_comparison,
-    evaluate_layouts,
-    refine_best,
-)
+from autopart.passes.search.search import evaluate_arrangements, evaluate_for_comparison, evaluate_layouts, refine_best
 from autopart.passes.search.variants.orders import evaluate_named, evaluate_searched, refine_ordered
 from autopart.passes.search.variants.several import evaluate_several
 from autopart.passes.search.variants.slicing import evaluate_slices

@@ -27,6 +27,8 @@ from autopart.runtime.stages.slice_functions import counted, drawn, part_of
 from autopart.runtime.stages.stage_module import RecomputedGroup, StageModule, StateBuffer, of_whole_batch, weighed
 
 _aten = torch.ops.aten
+_pad = _aten.constant_pad_nd.default
+"""Writes the zeros before the first slice, along its tokens."""
 
 
 def shard_code(
@@ -162,11 +164,11 @@ class _Shards:
 
     def _beside(self, node: fx.Node) -> None:
         """Write a call beside the ops: what adjusts a value by a number of the micro-batch, or counts it, reads it
-        whole; what cuts a slice of tokens out of a value, joins and adds slices, or divides one by a count, takes all
-        that it reads as it holds the first of them."""
+        whole; what cuts a slice of tokens out of a value, pads, joins and adds slices, or divides one by a count, takes
+        all that it reads as it holds the first of them, with all of the tokens that it cuts or pads."""
         first, *others = [arg for arg in node.all_input_nodes if not arg.name.startswith("number_")]
         state = WHOLE if node.target in (weighed, of_whole_batch, counted) else self._held[first][0]
-        if node.target is part_of and state.kind == CUT_KIND and state.axis == node.args[1]:
+        if state.kind == CUT_KIND and (node.target is _pad or (node.target is part_of and state.axis == node.args[1])):
             state = WHOLE
         alike = WHOLE if node.target is _aten.div.Tensor else state
         for arg, wanted in zip((first, *others), (state, *[alike] * len(others)), strict=True):

@@ -19,6 +19,7 @@ from autopart.passes.tokens.recipe import (
     MEAN,
     ONCE,
     PLAIN,
+    SHIFT,
     SIZES,
     Form,
     OpRecipe,
@@ -82,6 +83,8 @@ def why_not(call: Call, strategy: Strategy, recipe: Recipe, lengths: Sequence[in
         return
     if strategy.how == SECTION and not _one_section(call, own):
         yield "it takes parts of the tokens out of a sequence"
+    if call.name == "cat" and own.how == SHIFT:
+        yield "it joins tokens, of which a slice has some of the parts"
     reads = zip(call.reads, own.reads, strategy.reads, strict=True)
     writes = [(name, recipe.form(name), state) for name, state in zip(op.writes, strategy.writes, strict=True)]
     for name, form, state in (*reads, *writes):

@@ -133,6 +133,30 @@ def test_dropout_draws_what_one_process_draws() -> None:
         assert sliced_errors(captured, inputs, found, recipe, lengths, again=again) < EXACT
 
 
+class Divided(small.Model):
+    """A mixer of tokens before an MLP that ranks divide, with tokens cut between them."""
+
+    def __init__(self, mixer: small.Mixer) -> None:
+        super().__init__(lambda x, model: mixer(self.mlp(x), model))
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def mlp(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def test_zeros_before_the_first_slice_stand_before_all_of_its_tokens() -> None:
+    captured, inputs, recipe = sliced_case(Divided(SMALL["padded_convolution"][0]).double(), small.token_batch())
+    found = choice_for(captured.graph, 2, recipe, SHORT[0])
+    assert cuts_tokens(captured, found, recipe)
+    assert sliced_errors(captured, inputs, found, recipe, SHORT[0]) < EXACT
+
+
+def test_joined_tokens_are_refused_by_name() -> None:
+    captured, _, recipe = sliced_case(Divided(SMALL["shift_by_cat"][0]).double(), small.token_batch())
+    with pytest.raises(RefusedError, match="it joins tokens"):
+        choice_for(captured.graph, 2, recipe, SHORT[1])
+
+
 def test_what_runs_at_full_length_is_no_addend() -> None:
     captured, _, recipe = sliced_case(*case_of("llama_tied"))
     found = choice_for(captured.graph, 2, recipe, ODD)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopart.ir.errors import PlanError
+from autopart.ir.errors import PlanError, RefusedError
 from autopart.ir.graph import Graph
 from autopart.ir.shares import RowLayout
 from autopart.passes.shards.assignment import Assignment
@@ -23,12 +23,11 @@ from autopart.passes.tokens.recipe import MEAN as MEAN_OF_ALL
 from autopart.planning.derive.sliced_shards import kept_state
 from autopart.rng import keyed_rows
 from autopart.runtime.stages.shard_group import ClassEntropy, Drawn, Exchange, Members, RowEntropy, Vocabulary
-from autopart.runtime.stages.slice_functions import counted, drawn, part_of
-from autopart.runtime.stages.stage_module import RecomputedGroup, StageModule, StateBuffer, of_whole_batch, weighed
+from autopart.runtime.stages.slice_functions import drawn
+from autopart.runtime.stages.stage_module import RecomputedGroup, StageModule, StateBuffer
+from autopart.stagecode.beside import states_beside
 
 _aten = torch.ops.aten
-_pad = _aten.constant_pad_nd.default
-"""Writes the zeros before the first slice, along its tokens."""
 
 
 def shard_code(
@@ -163,19 +162,28 @@ class _Shards:
         self._change(node, strategy)
 
     def _beside(self, node: fx.Node) -> None:
-        """Write a call beside the ops: what adjusts a value by a number of the micro-batch, or counts it, reads it
-        whole; what cuts a slice of tokens out of a value, pads, joins and adds slices, or divides one by a count, takes
-        all that it reads as it holds the first of them, with all of the tokens that it cuts or pads."""
-        first, *others = [arg for arg in node.all_input_nodes if not arg.name.startswith("number_")]
-        state = WHOLE if node.target in (weighed, of_whole_batch, counted) else self._held[first][0]
-        if state.kind == CUT_KIND and (node.target is _pad or (node.target is part_of and state.axis == node.args[1])):
-            state = WHOLE
-        alike = WHOLE if node.target is _aten.div.Tensor else state
-        for arg, wanted in zip((first, *others), (state, *[alike] * len(others)), strict=True):
-            node.replace_input_with(arg, self._as(node, arg, wanted))
-        found = state, any([self._held[arg][1] for arg in (first, *others)])
+        """Write a call beside the ops, in the states that a closed list says.  Raises RefusedError for any other."""
+        read = node.all_input_nodes
+        wanted = states_beside(node, self._held[read[0]][0]) if read and not _name(node) else None
+        if wanted is None:
+            raise self._refused(node)
+        for arg, state in zip(read, (wanted[0], *[wanted[1]] * (len(read) - 1)), strict=True):
+            node.replace_input_with(arg, self._as(node, arg, state))
+        found = wanted[0], any([self._held[arg][1] for arg in read])
         appends = getattr(node.target, "__func__", None) is StateBuffer.append
         self._held[node] = [found, found] if appends else found
+
+    def _refused(self, node: fx.Node) -> RefusedError:
+        """Return the refusal of a call without a rule, at the op that it is written for: the next one that reads it, or
+        else the last one that it reads."""
+        ops = [self._calls[_name(each)].op for each in _around(node) if _name(each) in self._calls]
+        called = getattr(node.target, "__qualname__", str(node.target))
+        return RefusedError(
+            f"{called} cannot be divided among {self._members.count} ranks",
+            where=f"module {ops[0].module} at {ops[0].where}" if ops else "",
+            why=f"no rule says what it computes of parts{f', beside op {ops[0].name}' if ops else ''}",
+            fix="use tensor_parallel=1",
+        )
 
     def _as(self, reader: fx.Node, value: fx.Node, wanted: State) -> fx.Node:
         """Return a value in the state that a reader wants; once for all readers that want it."""
@@ -286,6 +294,15 @@ class _Shards:
 def _name(node: fx.Node) -> str:
     """Return the name that a node has in the captured graph, "" for one that it lacks."""
     return str(node.meta.get("op", ""))
+
+
+def _around(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield a node, those that read it, directly or not, and those that it reads; the nearest first."""
+    for beside in (operator.attrgetter("users"), operator.attrgetter("all_input_nodes")):
+        found = [node]
+        for each in found:
+            yield each
+            found += [other for other in beside(each) if other not in found]
 
 
 def _how(node: fx.Node) -> str:

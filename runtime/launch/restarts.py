@@ -57,12 +57,22 @@ class Members:
     rejoin_s: float
     back_at: dict[int, float] = field(default_factory=dict)
     """When a device that was lost comes back."""
+    unfit: set[int] = field(default_factory=set)
+    """Numbers of ranks that the script cannot run with, such as those that its `tensor_parallel=` does not divide."""
     _waited_s: dict[int, float] = field(default_factory=dict)
 
     def living(self, now: float) -> Living:
-        """Return the devices that have ranks in a generation that starts now: the first `most` that are there."""
-        there = [device for device in range(self.of) if self.back_at.get(device, -math.inf) <= now]
-        return Living(tuple(there[: self.most]), self.of)
+        """Return the devices that have ranks in a generation that starts now: the first of those that are there, at
+        most `most`, and as many as the script can run with."""
+        there = [device for device in range(self.of) if self.back_at.get(device, -math.inf) <= now][: self.most]
+        count = next((count for count in range(len(there), self.least - 1, -1) if count not in self.unfit), len(there))
+        return Living(tuple(there[:count]), self.of)
+
+    def misfit(self, living: Living) -> bool:
+        """Note that the script cannot run with so many ranks, and return whether it may with fewer."""
+        count = len(living.devices)
+        self.unfit.add(count)
+        return not self.unfit.issuperset(range(self.least, count))
 
     def lose(self, devices: Collection[int], now: float) -> bool:
         """Leave devices alone for a while; return False, and forget all losses, if too few are left then."""
@@ -78,10 +88,8 @@ class Members:
 
     def join_at(self, living: Living) -> float:
         """Return when a generation on these devices could have more ranks; inf if never."""
-        if len(living.devices) == self.most:
-            return math.inf
-        absent = (at for device, at in self.back_at.items() if device not in living.devices)
-        return min(absent, default=math.inf)
+        times = sorted(at for device, at in self.back_at.items() if device not in living.devices)
+        return next((at for at in times if len(self.living(at).devices) > len(living.devices)), math.inf)
 
 
 def run_generations(
@@ -101,8 +109,9 @@ def run_generations(
     that names the first failures of the generations before.  deadline: in time.monotonic() seconds, over all of them.
 
     members: of an elastic launch.  After a death those that are left start at once, which does not count as a restart;
-    when a device comes back the ranks are asked to stop, and all start together.  Ranks that live may keep their state
-    in a folder in memory, which is deleted at the end.
+    when a device comes back the ranks are asked to stop, and all start together.  An error of usage on fewer ranks than
+    at first is tried with fewer still, which does not count either, unless it stays the same.  Ranks that live may keep
+    their state in a folder in memory, which is deleted at the end.
 
     SIGTERM and SIGUSR1 are passed on to the ranks, which have `grace_s` seconds to end after the first SIGTERM; a
     second one ends all processes now, by SystemExit.  Nothing is started again after either.
@@ -127,7 +136,8 @@ def run_generations(
 class _Generations:
     """One fleet after another, until one has run to its end or no more may be started.
 
-    around: what every fleet is given.  soon: how many generations in a row did not live long."""
+    around: what every fleet is given.  soon: how many generations in a row did not live long.  misfit: the last error
+    after which fewer ranks were tried."""
 
     world: int
     deadline: float | None
@@ -137,6 +147,7 @@ class _Generations:
     around: Mapping[str, Any]
     failures: list[AutopartError] = field(default_factory=list)
     soon: int = 0
+    misfit: AutopartError | None = None
 
     def run(self, call: bytes, name: str) -> list[Any]:
         """Return the results of the generation that ended the run."""
@@ -172,9 +183,10 @@ class _Generations:
         a note how often they were restarted, and what ended the generations before."""
         if fleet is not None and living is not None and not self.stop.asked and self._lose(error, fleet, living):
             return PAUSE_S
+        if living is not None and not self.stop.asked and self._fits_fewer(error, living):
+            return 0.0
         died = fleet is not None and isinstance(fleet.cause, Death) and fleet.cause.rank in fleet.lost
-        last = [(type(each), each.what, each.where) for each in self.failures[-1:]]
-        again = not died and (type(error), error.what, error.where) in last
+        again = not died and any(_alike(error, each) for each in self.failures[-1:])
         pause = min(LONGEST_PAUSE_S, PAUSE_S * 2.0 ** min(self.soon, 20))
         over = self.deadline is not None and time.monotonic() + pause >= self.deadline
         earlier, self.failures = self.failures, [*self.failures, error]
@@ -197,6 +209,23 @@ class _Generations:
         left, which = len(self.members.living(now).devices), ", ".join(map(str, lost))
         _log.warning("device %s is lost, %d ranks go on: %s", which, left, _line(error))
         return True
+
+    def _fits_fewer(self, error: AutopartError, living: Living) -> bool:
+        """Leave out this number of ranks after an error of usage that it may be the reason of, since there were more
+        before, and return whether fewer may do: options may fit some numbers alone."""
+        assert self.members is not None
+        fewer = isinstance(error, UsageError) and len(living.devices) < self.members.most
+        if not fewer or (self.misfit is not None and _alike(error, self.misfit)) or not self.members.misfit(living):
+            return False
+        self.misfit = error
+        left = len(self.members.living(time.monotonic()).devices)
+        _log.warning("the script cannot run on %d ranks, %d go on: %s", len(living.devices), left, _line(error))
+        return True
+
+
+def _alike(error: AutopartError, other: AutopartError) -> bool:
+    """Return whether two errors are of the same type, and say the same of the same place."""
+    return (type(error), error.what, error.where) == (type(other), other.what, other.where)
 
 
 def _pause(seconds: float, stop: StopSignals) -> None:

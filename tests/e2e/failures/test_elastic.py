@@ -140,6 +140,19 @@ def test_three_of_four_ranks_go_on_after_a_kill_and_the_fourth_joins_back(tmp_pa
     assert all(each.working == each.world for each in steps)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("asked", "left"), [(2, 2), ("auto", 3)])
+def test_groups_of_ranks_go_on_after_a_kill_with_as_many_as_fit(tmp_path: Path, asked: int | str, left: int) -> None:
+    options = {"tensor_parallel": asked, "transport": "gloo"}
+    run = jobs.Run(str(tmp_path), kills=((2, 4),), pause_s=0.2, options=options)
+    autopart.launch(jobs.train, jobs.slow_cluster(4), run, elastic=(2, 4), rejoin=6.0, timeout=300)
+    steps = jobs.noted(run.folder)
+    jobs.require_each_sample_once(steps)
+    assert jobs.largest_error(steps) < 1e-10
+    worlds = [each.world for each in steps]
+    assert left in worlds and worlds[-1] == 4 and set(worlds) <= {4, left}
+
+
 def launched(run: jobs.Run) -> list[jobs.Noted]:
     """Run on four ranks that may become three, and return all steps, after comparing those that counted."""
     autopart.launch(jobs.train, jobs.slow_cluster(4), run, elastic=(2, 4), rejoin=1.0, timeout=300)

@@ -65,6 +65,30 @@ def test_all_devices_are_used_again_if_too_few_are_left() -> None:
     assert members.living(1.0) == Living((0, 1, 2), 3)
 
 
+def test_numbers_of_ranks_that_the_script_cannot_run_with_are_left_out() -> None:
+    members = Members(4, 1, 4, 60.0)
+    assert members.lose([1], 0.0)
+    assert members.misfit(members.living(0.0))
+    assert members.living(0.0) == Living((0, 2), 4)
+    assert members.join_at(members.living(0.0)) == 60.0
+    assert members.lose([3], 10.0)
+    assert members.living(60.0) == Living((0, 1), 4)
+    assert members.join_at(members.living(60.0)) == 70.0  # one more than two does not fit
+    assert members.misfit(members.living(60.0))
+    assert members.living(60.0) == Living((0,), 4)
+    assert not members.misfit(members.living(60.0))
+
+
+def test_a_run_goes_on_with_fewer_ranks_where_its_options_do_not_fit_those_that_are_left() -> None:
+    assert launch(jobs.run_on_odd_numbers, 3, "", elastic=(1, 3), timeout=100) == [(2, "0/3")]
+
+
+def test_an_error_of_usage_that_fewer_ranks_do_not_change_ends_the_run() -> None:
+    with pytest.raises(UsageError, match="no plan") as error:
+        launch(jobs.run_on_odd_numbers, 4, "no plan", elastic=(1, 4), timeout=100)
+    assert error.value.why == "start 2"
+
+
 def test_what_a_rank_is_told_reads_back() -> None:
     living = Living((0, 2, 3), 4)
     assert living_devices({"AUTOPART_DEVICES": living.text()}) == living

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +29,8 @@ from autopart.passes.shards.strategies import Strategy, strategies
 from autopart.passes.tokens.recipe import Recipe
 from autopart.planning.derive.sliced_shards import choice_for, kept_state, sliced_problem, why_not
 from autopart.planning.derive.token_axis import token_recipe
+from autopart.runtime.stages.slice_functions import last_of
+from autopart.stagecode import slice_graph
 
 EXACT = 1e-10
 EVEN, ODD = (8, 2, 6), (7, 5, 3, 1)
@@ -155,6 +158,19 @@ def test_joined_tokens_are_refused_by_name() -> None:
     captured, _, recipe = sliced_case(Divided(SMALL["shift_by_cat"][0]).double(), small.token_batch())
     with pytest.raises(RefusedError, match="it joins tokens"):
         choice_for(captured.graph, 2, recipe, SHORT[1])
+
+
+def test_a_call_beside_the_ops_that_no_rule_is_known_for_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def newest(block: torch.Tensor, axis: int) -> torch.Tensor:
+        return last_of(block, axis)
+
+    captured, inputs, recipe = sliced_case(Divided(SMALL["running_mean"][0]).double(), small.token_batch())
+    found = choice_for(captured.graph, 2, recipe, SHORT[0])
+    assert sliced_errors(captured, inputs, found, recipe, SHORT[0]) < EXACT
+    monkeypatch.setattr(slice_graph, "last_of", newest)
+    with pytest.raises(RefusedError, match="newest cannot be divided among 2 ranks") as refusal:
+        sliced_errors(captured, inputs, found, recipe, SHORT[0])
+    assert re.fullmatch(r"module .* at .*\.py:\d+", refusal.value.where)
 
 
 def test_what_runs_at_full_length_is_no_addend() -> None:

@@ -92,11 +92,15 @@ def captured_at(model: torch.nn.Module, sample: Any, rows: int = 2) -> tuple[Cap
     captured = captures(batch, Size(rows))
 
     def wide(argument: Any) -> Any:
+        if isinstance(argument, torch.Tensor):  # what was captured of a value: what slices keep has its dtype
+            return argument.to(torch.float64) if argument.dtype is torch.float32 else argument
         return torch.float64 if argument is torch.float32 else argument
 
     for node in captured.module.graph.nodes:
         node.args = fx.node.map_aggregate(node.args, wide)
         node.kwargs = fx.node.map_aggregate(node.kwargs, wide)
+        if "val" in node.meta:
+            node.meta["val"] = fx.node.map_aggregate(node.meta["val"], wide)
     tensors = [leaf for leaf in batch.leaves if isinstance(leaf, torch.Tensor)]
     return captured, {name: t[:rows] for name, t in zip(captured.graph.inputs, tensors, strict=True)}
 

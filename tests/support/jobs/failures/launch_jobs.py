@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from autopart.ir.errors import BatchError, StageError
+from autopart.ir.errors import BatchError, StageError, UsageError
 from autopart.runtime.activity import current, set_activity, set_rank_label
 
 ENV = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
@@ -175,6 +175,19 @@ def die_and_return() -> tuple[int, str, str]:
         time.sleep(0.05)
     current().heeded = int(generation < 2)
     return generation, os.environ["LOCAL_RANK"], os.environ["AUTOPART_DEVICES"]
+
+
+def run_on_odd_numbers(error: str) -> tuple[int, str]:
+    """Kill rank 1 in the first generation, and refuse to run on two ranks; return the generation and the devices that
+    have ranks.  error: what every later generation says; "" for one that odd numbers of ranks do not say."""
+    generation, world = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["WORLD_SIZE"])
+    if generation == 0 and rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while generation == 0:
+        time.sleep(0.05)
+    if error or world == 2:
+        raise UsageError(error or f"{world} ranks", why=f"start {generation}")
+    return generation, os.environ["AUTOPART_DEVICES"]
 
 
 def finish_unheeding() -> int:

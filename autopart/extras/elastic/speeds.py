@@ -39,6 +39,7 @@ class Speeds(Part, Listener):
         self._known: tuple[float, ...] = ()
         self._judged: tuple[float, ...] = ()
         self._usual: tuple[float, ...] = ()
+        self._shards = 1
         self._rows: deque[Sequence[float]] = deque(maxlen=WINDOW)
         self._left = SKIPPED
         self._told: frozenset[int] = frozenset()
@@ -54,16 +55,20 @@ class Speeds(Part, Listener):
 
     def follow(self, plan: Plan, cluster: Cluster, known: Sequence[float] = ()) -> None:
         """Begin again under a plan for a cluster.  known: how slow the plan takes each rank for; () for 1 each."""
-        self._planned = planned_ns(plan, cluster)
+        self._planned, self._shards = planned_ns(plan, cluster), plan.decision.shards
         self._known = self._judged = tuple(known) or (1.0,) * cluster.world
         self._usual = ()
         self._restart()
 
     def now(self, cluster: Cluster) -> Cluster:
-        """Return the cluster with devices that are slow; ranks are named again only for a change."""
+        """Return the cluster with devices that are slow; ranks are named again only for a change.
+
+        Ranks that divide the work of a stage wait for each other in every op, so each is as slow as the slowest of its
+        group: the number that runs, and was asked for, then fits this cluster too."""
         self._judged = self._before = self.slowness()
         self._restart()
-        return slowed(cluster, self._judged)
+        starts = (rank - rank % self._shards for rank in range(cluster.world))
+        return slowed(cluster, [max(self._judged[first : first + self._shards]) for first in starts])
 
     def replanned(self) -> None:
         """Begin again with a plan that takes devices for as slow as they were judged."""

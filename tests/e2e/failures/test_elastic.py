@@ -9,9 +9,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -69,12 +70,12 @@ def shares(plan: autopart.Plan, rank: int) -> float:
     for stage in plan.stages:
         if rank in stage.ranks:
             parts = stage.division.shares
-            own += len(stage.ops) * parts[stage.ranks.index(rank)] / sum(parts)
+            own += len(stage.ops) * parts[stage.ranks.index(rank) // stage.division.shards] / sum(parts)
     return own / whole
 
 
 def train(
-    world: int, slow_rank: int, more: int, costs: str = "analytic", **options: Any
+    world: int, slow_rank: int, more: int, costs: str = "analytic", options: Mapping[str, Any] = MappingProxyType({})
 ) -> tuple[list[float], int, bool, float, float]:
     """Train 12 steps, then with a slow rank until it is named, and some more under a new plan.
 
@@ -197,6 +198,12 @@ def test_a_rank_slowed_to_a_third_is_named_and_gets_less(pair: Workers, slow_ran
     for losses, named, adopted, before, after in pair.run(train, 2, slow_rank, 3, costs):
         assert 0 < named <= 20
         assert adopted and after < 0.75 * before
+        torch.testing.assert_close(losses, plainly(len(losses)), rtol=1e-10, atol=0)
+
+
+@pytest.mark.slow
+def test_ranks_that_divide_their_work_plan_again_while_one_is_slow(pair: Workers) -> None:
+    for losses, *_ in pair.run(train, 2, 1, 3, "analytic", {"tensor_parallel": 2, "transport": "gloo"}):
         torch.testing.assert_close(losses, plainly(len(losses)), rtol=1e-10, atol=0)
 
 

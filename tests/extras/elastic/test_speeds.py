@@ -12,6 +12,7 @@ from autopart.extras.elastic.speeds import SKIPPED, WINDOW, Speeds, planned_ns, 
 from autopart.ir.cluster import Cluster, Device, Level, Link
 from autopart.ir.decision import Decision, Stage
 from autopart.ir.plan import Estimate, Outlook, Plan, Provenance
+from autopart.passes.shards.costs import group_sizes
 
 ESTIMATE = Estimate(10, 20, *[0] * 7)
 
@@ -80,6 +81,16 @@ def test_a_rank_that_was_judged_is_named_again_only_for_a_change() -> None:
     assert speeds.now(cluster(8, 8, 8)) == cluster(8, 8, 2)
     assert noting(speeds, 10, 10, 40).stragglers() == {}
     assert noting(speeds, 10, 10, 10).stragglers() == {2: 1.0}
+
+
+def test_a_group_that_divides_its_work_is_as_slow_as_its_slowest_rank() -> None:
+    speeds = measured_on(8, 8, 8, 8)
+    groups = [Stage(("a",), (0, 1), shards=2), Stage(("b",), (2, 3), shards=2)]
+    speeds.brought_up(plan(*groups))
+    found = noting(speeds, 10, 10, 10, 40).now(cluster(8, 8, 8, 8))
+    assert found == cluster(8, 8, 2, 2)
+    assert group_sizes(found) == [1, 2]
+    assert speeds.slowness() == (1.0, 1.0, 1.0, 4.0)
 
 
 def test_a_plan_for_the_slow_device_expects_it_to_be_slow() -> None:

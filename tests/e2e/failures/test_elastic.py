@@ -145,8 +145,8 @@ def test_three_of_four_ranks_go_on_after_a_kill_and_the_fourth_joins_back(tmp_pa
 @pytest.mark.parametrize(("asked", "left"), [(2, 2), ("auto", 3)])
 def test_groups_of_ranks_go_on_after_a_kill_with_as_many_as_fit(tmp_path: Path, asked: int | str, left: int) -> None:
     options = {"tensor_parallel": asked, "transport": "gloo"}
-    run = jobs.Run(str(tmp_path), kills=((2, 4),), pause_s=0.2, options=options)
-    autopart.launch(jobs.train, jobs.slow_cluster(4), run, elastic=(2, 4), rejoin=6.0, timeout=300)
+    run = jobs.Run(str(tmp_path), kills=((2, 4),), pause_s=0.2, alike=True, options=options)
+    autopart.launch(jobs.train, jobs.slow_cluster(4, alike=True), run, elastic=(2, 4), rejoin=6.0, timeout=300)
     steps = jobs.noted(run.folder)
     jobs.require_each_sample_once(steps)
     assert jobs.largest_error(steps) < 1e-10

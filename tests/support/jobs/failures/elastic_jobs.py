@@ -37,7 +37,8 @@ class Run:
 
     kills: for each generation of ranks the rank and the step in which it kills itself, None for none.  later_s: of each
     kill, seconds after the step has begun; at once by default.  steps: after
-    which it ends, if `world` ranks run then.  every: steps between two checkpoints.
+    which it ends, if `world` ranks run then.  every: steps between two checkpoints.  alike: whether all devices are of
+    the same speed.
     """
 
     folder: str
@@ -47,6 +48,7 @@ class Run:
     every: int = 3
     world: int = 4
     pause_s: float = 0.0
+    alike: bool = False
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def text(self) -> str:
@@ -67,9 +69,11 @@ class Noted:
     working: int
 
 
-def slow_cluster(world: int) -> autopart.Cluster:
-    """Return devices so slow that every rank is worth using for a small model; the first one has twice the speed."""
-    devices = tuple(autopart.Device("cpu", 2**30, rate, rate) for rate in (2 * 10**7, *[10**7] * (world - 1)))
+def slow_cluster(world: int, *, alike: bool = False) -> autopart.Cluster:
+    """Return devices so slow that every rank is worth using for a small model; the first one has twice the speed,
+    unless they are alike."""
+    rates = [10**7 if alike else 2 * 10**7, *[10**7] * (world - 1)]
+    devices = tuple(autopart.Device("cpu", 2**30, rate, rate) for rate in rates)
     return autopart.Cluster(devices, (autopart.Level(world, autopart.Link(1000, 10**9)),))
 
 
@@ -107,7 +111,7 @@ def train(run: Run) -> tuple[int, int]:
     options: dict[str, Any] = {"loss_fn": loss_of, "costs": "analytic"} | run.options
     if world < run.world:
         options.pop("replicas", None)  # fits one number of ranks
-    with autopart.compile(net(), slow_cluster(run.world), sample=sample, **options) as pipe:
+    with autopart.compile(net(), slow_cluster(run.world, alike=run.alike), sample=sample, **options) as pipe:
         optimizer = optimizer_of(pipe.parameters())
         pipe.load(run.folder, optimizer, missing_ok=True)
         sampler = pipe.sampler(data, rows=ROWS, seed=5)

@@ -18,7 +18,7 @@ from autopart.passes.shards.assignment import Assignment
 from autopart.passes.shards.calls import EXPANDS, Call, bounds_of, calls_of
 from autopart.passes.shards.states import COPY, CUT_KIND, KEEP, WHOLE, State, transition
 from autopart.passes.shards.strategies import CLASSES, DRAWN, MEAN, ROWS, SECTION, SIZES, VOCABULARY, Strategy
-from autopart.passes.tokens.recipe import INVERT, LOSS, MADE, Recipe
+from autopart.passes.tokens.recipe import INVERT, LOSS, MADE, SHIFT, Recipe
 from autopart.passes.tokens.recipe import MEAN as MEAN_OF_ALL
 from autopart.planning.derive.sliced_shards import kept_state
 from autopart.rng import keyed_rows
@@ -334,7 +334,8 @@ def _check(module: fx.GraphModule, assignment: Assignment, held: Mapping[fx.Node
             continue
         read: list[fx.Node] = []
         fx.node.map_arg((node.args, node.kwargs), read.append)
-        fewer = strategy.how == SIZES or _how(node) in (MADE, INVERT)  # no tensor for its shape, or to write into
+        # no tensor for its shape, or to write into, or joined with others in other slices alone
+        fewer = strategy.how == SIZES or _how(node) in (MADE, INVERT, SHIFT)
         for arg, wanted in zip(read, strategy.reads, strict=not fewer):
             state, grad = held[arg]
             if state != wanted and (grad or transition(state, wanted).forward != KEEP):

@@ -83,8 +83,8 @@ def why_not(call: Call, strategy: Strategy, recipe: Recipe, lengths: Sequence[in
         return
     if strategy.how == SECTION and not _one_section(call, own):
         yield "it takes parts of the tokens out of a sequence"
-    if call.name == "cat" and own.how == SHIFT:
-        yield "it joins tokens, of which a slice has some of the parts"
+    if call.name == "cat" and own.how == SHIFT and len(set(strategy.reads)) > 1:
+        yield "it joins tokens, of which a slice has some of the parts, and reads them in unlike states"
     reads = zip(call.reads, own.reads, strategy.reads, strict=True)
     writes = [(name, recipe.form(name), state) for name, state in zip(op.writes, strategy.writes, strict=True)]
     for name, form, state in (*reads, *writes):

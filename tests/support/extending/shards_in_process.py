@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -101,8 +102,16 @@ def captured_at(model: torch.nn.Module, sample: Any, rows: int = 2) -> tuple[Cap
         node.kwargs = fx.node.map_aggregate(node.kwargs, wide)
         if "val" in node.meta:
             node.meta["val"] = fx.node.map_aggregate(node.meta["val"], wide)
+    captured = replace(captured, graph=_wide(captured.graph))
     tensors = [leaf for leaf in batch.leaves if isinstance(leaf, torch.Tensor)]
     return captured, {name: t[:rows] for name, t in zip(captured.graph.inputs, tensors, strict=True)}
+
+
+def _wide(graph: Graph) -> Graph:
+    """Return a graph with fp64 in place of fp32: slices cast parameters as its ops say."""
+    ops = [replace(op, attrs=tuple([(n, "float64" if a == "float32" else a) for n, a in op.attrs])) for op in graph.ops]
+    values = [replace(value, dtype="float64") if value.dtype == "float32" else value for value in graph.values]
+    return replace(graph, ops=tuple(ops), values=tuple(values))
 
 
 def drawn(

@@ -166,24 +166,12 @@ class _Shards:
         read = node.all_input_nodes
         wanted = states_beside(node, self._held[read[0]][0]) if read and not _name(node) else None
         if wanted is None:
-            raise self._refused(node)
+            raise _refused(node, self._calls, self._members.count)
         for arg, state in zip(read, (wanted[0], *[wanted[1]] * (len(read) - 1)), strict=True):
             node.replace_input_with(arg, self._as(node, arg, state))
         found = wanted[0], any([self._held[arg][1] for arg in read])
         appends = getattr(node.target, "__func__", None) is StateBuffer.append
         self._held[node] = [found, found] if appends else found
-
-    def _refused(self, node: fx.Node) -> RefusedError:
-        """Return the refusal of a call without a rule, at the op that it is written for: the next one that reads it, or
-        else the last one that it reads."""
-        ops = [self._calls[_name(each)].op for each in _around(node) if _name(each) in self._calls]
-        called = getattr(node.target, "__qualname__", str(node.target))
-        return RefusedError(
-            f"{called} cannot be divided among {self._members.count} ranks",
-            where=f"module {ops[0].module} at {ops[0].where}" if ops else "",
-            why=f"no rule says what it computes of parts{f', beside op {ops[0].name}' if ops else ''}",
-            fix="use tensor_parallel=1",
-        )
 
     def _as(self, reader: fx.Node, value: fx.Node, wanted: State) -> fx.Node:
         """Return a value in the state that a reader wants; once for all readers that want it."""
@@ -294,6 +282,19 @@ class _Shards:
 def _name(node: fx.Node) -> str:
     """Return the name that a node has in the captured graph, "" for one that it lacks."""
     return str(node.meta.get("op", ""))
+
+
+def _refused(node: fx.Node, calls: Mapping[str, Call], count: int) -> RefusedError:
+    """Return the refusal of a call without a rule, at the op that it is written for: the next one that reads it, or else
+    the last one that it reads."""
+    ops = [calls[_name(each)].op for each in _around(node) if _name(each) in calls]
+    called = getattr(node.target, "__qualname__", str(node.target))
+    return RefusedError(
+        f"{called} cannot be divided among {count} ranks",
+        where=f"module {ops[0].module} at {ops[0].where}" if ops else "",
+        why=f"no rule says what it computes of parts{f', beside op {ops[0].name}' if ops else ''}",
+        fix="use tensor_parallel=1",
+    )
 
 
 def _around(node: fx.Node) -> Iterator[fx.Node]:

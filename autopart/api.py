@@ -30,7 +30,7 @@ from autopart.pipe.compare import Verification, verify_step
 from autopart.pipe.pipe import Pipe
 from autopart.planning.derive.token_axis import sequence_length
 from autopart.planning.make import make_plan, precision_of, read_plan
-from autopart.planning.simulated import estimated_plan
+from autopart.planning.simulated import estimated_plan, of_every_rank
 from autopart.report.comparison import Answer
 from autopart.runtime.launch.local import launch as _launch
 
@@ -108,9 +108,9 @@ def simulate(
 
     plan: a Plan or the path of a plan file.  model, cluster, sample, loss_fn, optimizer, master_weights: as for the
     plan; the model may be on the meta device.  costs: as in `plan`; None: the source that the plan names.  The timeline
-    shows the first replica of each stage, and a single step of an asynchronous schedule.  `save_trace` writes it for a
-    viewer.  Raises UsageError, CaptureError, and PlanError for a plan of another model, shape, torch release or number
-    of ranks.
+    shows the first replica of each stage, with tensor parallelism all of its ranks, and a single step of an
+    asynchronous schedule.  `save_trace` writes it for a viewer.  Raises UsageError, CaptureError, and PlanError for a
+    plan of another model, shape, torch release or number of ranks.
     """
     options = read_options(plan=plan, loss_fn=loss_fn, optimizer=optimizer, master_weights=master_weights, costs=costs)
     return simulated(model, cluster, sample, options)[2]
@@ -201,13 +201,8 @@ def simulated(model: nn.Module, cluster: ClusterLike, sample: Any, options: Opti
     captures, machines = CaptureCache(model, options.loss_fn), _cluster(cluster)
     batch = _sample(sample, "simulate", options)
     made = make_plan(captures, batch, machines, options, to_run=False)
-    if made.plan.decision.shards > 1:
-        raise RefusedError(
-            "a step of a plan with tensor parallelism is simulated by groups of ranks, and has no timeline of ranks",
-            fix="look at plan.outlook, or use tensor_parallel=1",
-        )
     estimated = estimated_plan(made.plan, made.captured, captures, batch, machines, options)
-    return made.plan, made.captured.graph, timeline_of(*estimated)
+    return made.plan, made.captured.graph, of_every_rank(timeline_of(*estimated), made.plan.decision.shards)
 
 
 def answered(model: nn.Module, sample: Any, questions: Iterable[tuple[str, ClusterLike, Options]]) -> Iterator[Answer]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from autopart.batch.batch import Batch
 from autopart.capture import CaptureCache, Captured
@@ -13,6 +14,7 @@ from autopart.ir.decision import Decision
 from autopart.ir.graph import Graph, Size
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program
+from autopart.ir.timeline import Timeline
 from autopart.options import Options
 from autopart.passes.ops.cost_model import CostModel, OpCosts
 from autopart.passes.program.routing import route
@@ -61,6 +63,19 @@ def estimated_plan(
     group_ns = DEVICE_KINDS[cluster.kind].group_ns
     estimator = Estimator(cluster, cost_model, factor, overlap=True, slices=slices, group_ns=group_ns)
     return decision, check_program(route(decision, graph), plan.schedule), estimator
+
+
+def of_every_rank(step: Timeline, shards: int) -> Timeline:
+    """Return the timeline of the ranks, from that of groups of `shards` ranks which compute as one device.
+
+    Ranks of a group do the same at the same time: a compute with the exchanges inside of it, and messages of their own
+    parts, whose sizes are those of one rank already (`GroupCosts.graph`).  O(spans * shards).
+    """
+    spans = [
+        replace(span, rank=rank) for span in step.spans for rank in range(span.rank * shards, (span.rank + 1) * shards)
+    ]
+    spans.sort(key=lambda span: (span.start_ns, span.rank))
+    return Timeline(tuple(spans), tuple([size for size in step.peak_bytes for _ in range(shards)]))
 
 
 def group_costs(

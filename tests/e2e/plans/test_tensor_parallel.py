@@ -26,6 +26,7 @@ from autopart.ir.program import inside
 from autopart.passes.program.messages import check_messages
 from autopart.passes.program.routing import route
 from autopart.passes.program.verify import check_program
+from autopart.report.page.page import plan_page
 from autopart.report.plan_diff import diff_plans
 from autopart.runtime.sums.replicas import ReplicaSums
 from autopart.session.placement import Placement
@@ -52,7 +53,8 @@ def trained(world: int, given: dict[str, Any]) -> dict[str, Any]:
         own = {name: tuple(p.shape) for name, p in pipe.named_parameters()}
         state = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
         evaluated = float(pipe.eval_loss(*batch(3)))
-        return {"steps": found, "own": own, "state": state, "loss": evaluated, "plan": pipe.plan}
+        step = pipe.timeline(*batch(3))
+        return {"steps": found, "own": own, "state": state, "loss": evaluated, "plan": pipe.plan, "timeline": step}
 
 
 def plain() -> tuple[list[Any], nn.Module]:
@@ -101,6 +103,15 @@ def test_two_stages_of_two_ranks_train_like_one_process(workers: Workers) -> Non
     assert [stage.ranks for stage in plan.stages] == [(0, 1), (2, 3)]
     alone = autopart.plan(gpt(), **options(4, stages=2))
     assert "stage 0 ranks" in diff_plans(plan, alone)
+    measured, simulated = results[0]["timeline"], autopart.simulate(plan, gpt(), "cpu:4", sample=batch(0))
+    assert all(result["timeline"] == measured for result in results)
+    computes = [
+        {rank: [s.action for s in own if s.action.is_a.role == COMPUTE] for rank, own in step.by_rank().items()}
+        for step in (measured, simulated)
+    ]
+    assert computes[0] == computes[1] and computes[0].keys() == {0, 1, 2, 3}
+    page = plan_page(plan, measured=measured)
+    assert all(f'"rank {rank}"' in page for rank in range(4)) and '"rank 2 (x2)"' in page
 
 
 def resumed(world: int, given: dict[str, Any], folder: str, *, load: bool) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,13 +14,15 @@ from support.models.tokens.by_hand import Gpt
 import autopart
 from autopart import api
 from autopart.files.plans import plan_from_json, plan_to_json
-from autopart.ir.timeline import read_spans
+from autopart.files.traces import load_trace
+from autopart.ir.timeline import Timeline, read_spans, spans_text
 from autopart.options import read_options
 from autopart.report.comparison import comparison_facts, comparison_table
 from autopart.report.page.page import plan_page
 from autopart.report.page.rows import rank_peaks
 from autopart.report.plan_diff import diff_plans
 from autopart.report.plan_table import plan_facts, stage_table
+from autopart.report.traces import timelines_text
 
 
 def planned(cluster: str = "cpu:8", **given: Any) -> tuple[autopart.Plan, Any]:
@@ -56,6 +59,29 @@ def test_the_simulated_step_has_rows_of_ranks() -> None:
     assert "in groups of 2" in page
     same = plan_from_json(plan_to_json(plan))
     assert same == plan and same.outlook.spans == plan.outlook.spans
+
+
+def test_a_step_of_groups_is_simulated_for_each_of_their_ranks(tmp_path: Path) -> None:
+    ids = torch.zeros((8, 8), dtype=torch.long)
+    plan, (alone, _) = planned()[0], planned("cpu:4", tensor_parallel=1)
+    step, whole = (
+        autopart.simulate(p, Gpt(width=256).double(), f"cpu:{p.decision.world}", sample=(ids, ids))
+        for p in (plan, alone)
+    )
+    assert step.step_ns == plan.step_ns
+    own = step.by_rank()
+    assert own.keys() == {0, 1, 4, 5}  # the first replica of each stage
+    for rank in (0, 4):
+        first, second = ([(s.action, s.start_ns, s.end_ns) for s in own[r]] for r in (rank, rank + 1))
+        assert first == second
+    assert spans_text(Timeline((*own[0], *own[4]))) == plan.outlook.spans
+    assert step.bubble == pytest.approx(Timeline((*own[0], *own[4])).bubble)
+    sent, of_all = ({s.ns for s in each.spans if s.action.kind == "SF"} for each in (step, whole))
+    assert 0 < max(sent) < min(of_all)  # each rank sends its part, to one of the other group
+    assert len(step.peak_bytes) == 8 and len(set(step.peak_bytes[:4])) == 1 and min(step.peak_bytes) > 0
+    autopart.save_trace(step, tmp_path / "step.json")
+    assert set(load_trace(tmp_path / "step.json").spans) == set(step.spans)
+    assert timelines_text({"simulated": step}).count("rank ") == 4
 
 
 def test_notes_and_errors_count_ranks_and_groups() -> None:

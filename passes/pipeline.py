@@ -112,8 +112,7 @@ def _chosen(
     """Return the preferred plan that a search found and that fits over captured ops; else the one that lacks least."""
     if not found.seen:
         return found.nearest
-    over_ops = _estimator(source, cluster, request)
-    final, spare = finalize(found.seen, graph, over_ops, spaces[1]), 0
+    final, spare = finalize(found.seen, graph, _estimator(source, cluster, request), spaces[1]), 0
     for _ in range(TIGHTER):
         if isinstance(final, Finalized):
             break
@@ -124,7 +123,7 @@ def _chosen(
         seen = search(tighter, watch).seen
         if not seen:
             break
-        final = finalize(seen, graph, over_ops, tighter[1])
+        final = finalize(seen, graph, _estimator(source, cluster, request), tighter[1])
     return final
 
 

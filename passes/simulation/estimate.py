@@ -54,18 +54,11 @@ def stage_estimates(decision: Decision, links: tuple[Edge, ...], estimator: Esti
 
 
 def simulated_ns(
-    decision: Decision,
-    estimates: Estimates,
-    links: tuple[Edge, ...],
-    tied: Tied,
-    estimator: Estimator,
-    *,
-    entire: bool = False,
+    decision: Decision, estimates: Estimates, links: tuple[Edge, ...], tied: Tied, estimator: Estimator
 ) -> int:
     """Return the nanoseconds of the step.  estimates: of its stages.  links, tied: as `routing` derives them.
 
-    entire: play all micro-batches, also of a long program: the step is that of its program (`estimate`).  Else of a
-    long program two short ones are played instead (`played`); the other micro-batches follow at the same pace, but
+    Of a long program two short ones are played instead (`played`); the other micro-batches follow at the same pace, but
     no faster than the busiest rank works: behind a slow first stage the others live for long on what its first forwards
     left them (`1f1b-deep`, with recomputation there).
     """
@@ -74,7 +67,7 @@ def simulated_ns(
         return steady_ns(decision, estimates)
     micros, ranks = shape.micros, [stage.ranks for stage in decision.stages]
     work = work_of(decision, estimates, links, tied, estimator)
-    counts = (micros,) if entire or shape.alternates else played(shape.stages, micros, decision.schedule)
+    counts = (micros,) if shape.alternates else played(shape.stages, micros, decision.schedule)
     orders = [pattern(schedule, replace(shape, micros=count)) for count in counts]
     times = [ordered_ns(order, links, tied, ranks, work) for order in orders]
     if len(counts) == 1:

@@ -285,8 +285,8 @@ def _name(node: fx.Node) -> str:
 
 
 def _refused(node: fx.Node, calls: Mapping[str, Call], count: int) -> RefusedError:
-    """Return the refusal of a call without a rule, at the op that it is written for: the next one that reads it, or else
-    the last one that it reads."""
+    """Return the refusal of a call without a rule, at the op that it is written for: the next one that reads it, or
+    else the last one that it reads."""
     ops = [calls[_name(each)].op for each in _around(node) if _name(each) in calls]
     called = getattr(node.target, "__qualname__", str(node.target))
     return RefusedError(

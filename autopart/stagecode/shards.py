@@ -6,10 +6,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 from autopart.ir.errors import PlanError
 from autopart.ir.graph import Graph
@@ -160,7 +162,13 @@ class _Shards:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda arg: self._as(node, arg, next(wanted)))
         node.args, node.kwargs = args, kwargs
         self._held[node] = strategy.writes[0], _name(node) in self.grads
+        own = partial(self._own, strategy.writes[0])  # calls in another form than the captured have results cut alike
+        node.meta["own"] = pytree.tree_map_only(torch.Tensor, own, _captured(node))
         self._change(node, strategy)
+
+    def _own(self, state: State, whole: torch.Tensor) -> torch.Tensor:
+        """Return the form of this member's part of a result, for what compiles the code."""
+        return torch.empty(state.local(whole.shape, self._members.count), dtype=whole.dtype, device="meta")
 
     def _beside(self, node: fx.Node) -> None:
         """Write a call beside the ops: what adjusts a value by a number of the micro-batch, or counts it, reads it
@@ -273,13 +281,16 @@ class _Shards:
         elif node.target is keyed_rows:
             op, draw, given, made, size_at, *rest = arguments
             arguments, rows = (op, draw, *rest), (given, made, size_at)
-        self._become(node, Drawn(self._members, cut, order, places, rows), arguments)
+        made = Drawn(self._members, cut, order, places, rows)
+        if not places:  # slices of tokens are not compiled
+            node.meta["own"] = pytree.tree_map_only(torch.Tensor, made.like, node.meta["own"])
+        self._become(node, made, arguments)
 
     def _become(self, node: fx.Node, module: nn.Module, arguments: Sequence[Any] | None = None) -> None:
         """Replace an op by a module that takes these arguments, by default its first two."""
         found = self._call(node, f"shard_{node.name}", module, *(arguments or node.args[:2]))
         self._replace(node, found)
-        found.meta["op"] = _name(node)
+        found.meta |= {"op": _name(node), "own": node.meta["own"]}
         self._module.graph.erase_node(node)
 
 

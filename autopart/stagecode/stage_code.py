@@ -157,7 +157,8 @@ class StageCode:
             self._compiler = COMPILERS[self._backend](captured.graph.op_map())
         specs = self.specs[captured.graph.rows]
         trained = {name for edge in links if edge.dst == stage for name in edge.grads}
-        return self._compiler.compile(code, captured.tensors, specs, trained, self._device)
+        self._tensors.hold(code.held, captured.tensors)  # where ranks divide parameters, in pieces
+        return self._compiler.compile(code, self._tensors.held, specs, trained, self._device)
 
 
 def split_stages(decision: Decision) -> frozenset[int]:

@@ -140,9 +140,10 @@ class StageCode:
         if recipe is None:
             usual = parts(planned.division, 0, max(self._decision.micro_rows))  # of the largest planned micro-batch
             compiled = self._backend != EAGER and stage not in self.rewrites and captured.graph.rows in usual
+            beside = compiled and stage in self._members and self._members[stage].beside  # products of weights too
             code = stage_module(
                 captured, links, stage, planned, self._device, adjusted, rule.layouts, eager=not compiled,
-                deferrable=deferrable, shard=shard,
+                deferrable=deferrable or beside, shard=shard,
             )  # fmt: skip
             return None, (self._compiled(captured, links, stage, code) if compiled else code,)
         outputs, lengths = leaving(captured.graph, links, stage, set(planned.ops)), self._decision.token_slices

@@ -229,7 +229,7 @@ class Exchange(nn.Module):
             shape[axis] *= self._members.count
         if word in ("slice", "scatter", "recut"):
             shape[other if word == "recut" else axis] //= self._members.count
-        return torch.empty_like(tensor) if word in ("keep", "sum", "first") else tensor.new_empty(shape)
+        return torch.empty_like(tensor) if word in ("keep", "first") else tensor.new_empty(shape)
 
 
 def _move(members: Members, word: str, old: Cut, new: Cut) -> Move:

@@ -112,15 +112,36 @@ def test_code_that_fails_raises_what_the_ops_raise() -> None:
         segment(torch.eye(2))
 
 
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.LayerNorm(WIDTH), nn.Dropout(0.2)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = torch.nn.functional.gelu(self.up(self.norm(x).tanh())) * 0.5
+        return x + self.drop(self.down(self.drop(inner).sin()).cos())
+
+
+class WideStack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Wide(), Wide()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
 @pytest.mark.parametrize("in_place", [False, True])
 def test_segments_between_exchanges_meet_what_they_are_made_for(
     in_place: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
-    ids = torch.randint(24, (2, 8))
-    captured, inputs = captured_at(Gpt(dropout=0.2).double(), (ids, ids))
+    captured, inputs = captured_at(WideStack().double(), torch.randn(2, 6, WIDTH, dtype=torch.double))
     graph, found, group = captured.graph, choose(captured.graph, 2), Group(2)
-    again = [[op.name for op in graph.ops if op.module.split(".")[0] in ("up", "down")]]
+    again = [[op.name for op in graph.ops if op.module.startswith("layers.1")]]
     made: Counter[int] = Counter()
     planned: dict[int, int] = {}
 
@@ -135,7 +156,7 @@ def test_segments_between_exchanges_meet_what_they_are_made_for(
 
     monkeypatch.setattr(inductor, "_compiled", made_for)
     assert errors(captured, inputs, found, group, again=again, in_place=in_place, compiled=compiled) < 1e-10
-    assert group.exchanges > 8 and len(planned) == 2 and min(planned.values()) > 4
+    assert group.exchanges >= 8 and len(planned) == 2 and min(planned.values()) >= 3
     assert planned == made  # none is made for other shapes or strides when it runs
 
 

@@ -10,7 +10,8 @@ after. So every rank measures its own costs, all at once as in a step, and the s
 unlike; steps are compared with the costs measured just before and after them.
 
 Of each kind of action (F, B, I, W, sends, receives, sums) the simulated and the measured milliseconds of a step are
-kept beside each other, for each rank, so that an error can be traced to where the time goes. A receive, and a sum of
+kept beside each other, for each rank, so that an error can be traced to where the time goes; they are taken from a
+further step, since tracing takes time. A receive, and a sum of
 tied gradients, contain the wait for the other rank; a sum over replicas begins with the last backward when simulated.
 The tiny model's steps consist of what hosts spend: they have a limit of their own, and are in no mean.
 
@@ -18,18 +19,19 @@ Memory: bytes of storage that autograd keeps or the rank received for the backwa
 worst moment of a step, compared with the activations in flight of the estimate.
 
     python -m benchmarks.planning.prediction                 about 25 minutes on 2 cores; writes results/prediction.json
-    python -m benchmarks.planning.prediction --models t5 lstm   some models
+    python -m benchmarks.planning.prediction --only "slices|^t5"   matching plans; other recorded results are kept
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from typing import Any
 from unittest import mock
@@ -38,7 +40,7 @@ import torch
 import torch.distributed as dist
 
 import autopart
-from autopart.batch.batch import flatten
+from autopart.batch.batch import Batch, flatten
 from autopart.cli.host_costs import detect_all
 from autopart.costs.sources import measured as measured_costs
 from autopart.extras.compiled.compiled_costs import compiled_costs
@@ -49,9 +51,11 @@ from autopart.ir.timeline import Span, Timeline
 from autopart.passes.ops.cost_model import CostModel
 from autopart.passes.simulation.estimate import stage_estimates, work_of
 from autopart.passes.simulation.simulate import simulate
+from autopart.passes.simulation.slices import SliceShares, slice_shares
 from autopart.passes.simulation.stage_costs import Estimator, counts_for, most_bytes
+from autopart.planning.derive.token_axis import asked_slices
 from benchmarks.shared.bench_models import MODELS
-from benchmarks.shared.common import spread, write
+from benchmarks.shared.common import recorded, spread, write
 from benchmarks.shared.held import held_bytes
 
 
@@ -130,11 +134,11 @@ Parts = dict[str, float]
 """Milliseconds of a rank in a step, by kind of action."""
 
 
-def measure(cluster: autopart.Cluster, rounds: int, names: list[str]) -> list[dict[str, Any]]:
-    """Run all cases on one rank, on a core that no other rank has."""
+def measure(cluster: autopart.Cluster, rounds: int, only: str) -> list[dict[str, Any]]:
+    """Run the cases that match on one rank, on a core that no other rank has."""
     torch.set_num_threads(1)
     stay_on_core(int(os.environ["RANK"]), cluster.world)
-    cases, found = [case for case in CASES if case.model in names], []
+    cases, found = [case for case in CASES if re.search(only, str(case))], []
     for number, case in enumerate(cases, 1):
         found.append(measured(case, cluster, rounds))
         if os.environ["RANK"] == "0":
@@ -159,18 +163,11 @@ def measured(case: Case, cluster: autopart.Cluster, rounds: int) -> dict[str, An
     parts: list[Parts] = []
     forecasts = [predicted(pipe, batch)]
     for _ in range(BLOCKS):
-        seconds.append([])
-        for number in range(1 + max(1, rounds // BLOCKS)):
-            for parameter in pipe.parameters():
-                parameter.grad = None
-            dist.barrier()
-            began = time.perf_counter()
-            with pipe.traced() as spans:
-                pipe.step(batch)
-            dist.barrier()
-            if number:
-                seconds[-1].append(time.perf_counter() - began)
-                parts.append(parts_of(spans))
+        timed_step(pipe, batch)
+        seconds.append([timed_step(pipe, batch) for _ in range(max(1, rounds // BLOCKS))])
+        with pipe.traced() as spans:
+            timed_step(pipe, batch)
+        parts.append(parts_of(spans))
         forecasts.append(predicted(pipe, batch))
     first = min(stage.ranks[0] for stage in pipe.plan.stages if pipe.rank in stage.ranks)  # replicas have one timeline
     simulated = [parts_of([span for span in forecast.spans if span.rank == first]) for forecast in forecasts]
@@ -179,6 +176,17 @@ def measured(case: Case, cluster: autopart.Cluster, rounds: int) -> dict[str, An
         "held": held, "estimated": estimated(pipe.plan.decision, pipe.plan.estimates, pipe.rank),
         "parts": {kind: (middle(simulated, kind), middle(parts, kind)) for kind in {**simulated[0], **parts[0]}},
     }  # fmt: skip
+
+
+def timed_step(pipe: autopart.Pipe, batch: Any) -> float:
+    """Return the seconds of a step, until all ranks have done it."""
+    for parameter in pipe.parameters():
+        parameter.grad = None
+    dist.barrier()
+    began = time.perf_counter()
+    pipe.step(batch)
+    dist.barrier()
+    return time.perf_counter() - began
 
 
 def parts_of(spans: Sequence[Span]) -> Parts:
@@ -235,9 +243,17 @@ def predicted(pipe: autopart.Pipe, batch: Any) -> Timeline:
             graphs[Size(own), rank] = replace(whole, ops=tuple(ops))
     decision, links, tied = pipe.plan.decision, pipe.program.edges, pipe.program.tied
     group_ns = DEVICE_KINDS["cpu"].group_ns
-    estimator = Estimator(unlike(pipe.cluster), _Graphs(graphs), overlap=True, group_ns=group_ns)  # else as `compile`
+    slices = sliced_times(pipe, flat, graphs[Size(rows), 0]) if decision.token_slices else None
+    estimator = Estimator(unlike(pipe.cluster), _Graphs(graphs), overlap=True, slices=slices, group_ns=group_ns)
     work = work_of(decision, stage_estimates(decision, links, estimator), links, tied, estimator)
     return simulate(pipe.program, replace(work, optimizer_ns=()))
+
+
+def sliced_times(pipe: autopart.Pipe, batch: Batch, costed: Graph) -> SliceShares:
+    """Return the share of a stage's time that each slice takes.  costed: the graph of whole sequences."""
+    recipe = asked_slices(pipe.plan.decision.token_slices, pipe.session.captures, batch, costed.size).recipe
+    assert recipe is not None
+    return slice_shares(costed, recipe.axis(), pipe.cluster.devices[0], {})
 
 
 def unlike(cluster: autopart.Cluster) -> autopart.Cluster:
@@ -267,14 +283,18 @@ def error_of(blocks: Sequence[Sequence[float]], forecasts: Sequence[float]) -> f
 
 
 def report(ranks: list[list[dict[str, Any]]], cluster: autopart.Cluster) -> None:
-    """Print and write all cases."""
-    rows = [row_of(both) for both in zip(*ranks, strict=True)]
-    for row in rows:
-        print(f"{row['plan']:62s} {row['measured'].median:.4f} s  predicted {row['predicted_seconds']:.4f} s", end="")
+    """Print what was run; write it beside what is recorded of other cases, once there is a result of each."""
+    fresh = [row_of(both) for both in zip(*ranks, strict=True)]
+    for row in fresh:
+        print(
+            f"{row['plan']:62s} {row['measured']['median']:.4f} s  predicted {row['predicted_seconds']:.4f} s", end=""
+        )
         print(f"  {row['error']:+6.1%}   memory " + " ".join(f"{e:+6.1%}" for e in row["memory_error"]))
         for rank, parts in enumerate(row["parts"]):
             each = (f"{kind} {one:.1f} {other:.1f}" for kind, (one, other) in parts.items() if max(one, other) > 0.3)
             print(f"    rank {rank}, ms simulated and measured:  " + "  ".join(each))
+    known = {row["plan"]: row for row in (*(recorded("prediction", "plans") or []), *fresh)}
+    rows = [known[str(case)] for case in CASES if str(case) in known]
     claims, figures = claims_of(rows), figures_of(rows)
     for claim, holds in claims.items():
         print("met   " if holds else "MISSED", claim)
@@ -287,7 +307,7 @@ def row_of(both: Sequence[dict[str, Any]]) -> dict[str, Any]:
     case, forecasts = both[0]["case"], both[0]["forecasts"]
     return {
         "plan": str(case), "model": case.model,
-        "measured": spread([taken for block in both[0]["seconds"] for taken in block]),
+        "measured": asdict(spread([taken for block in both[0]["seconds"] for taken in block])),
         "predicted_seconds": statistics.median(forecasts), "forecasts": forecasts,
         "error": error_of(both[0]["seconds"], forecasts), "parts": [entry["parts"] for entry in both],
         "held_bytes": [entry["held"] for entry in both], "estimated_bytes": [entry["estimated"] for entry in both],
@@ -322,12 +342,18 @@ def claims_of(rows: list[dict[str, Any]]) -> dict[str, bool]:
     }
 
 
+def median(row: dict[str, Any]) -> float:
+    """Return the median seconds of a case's steps."""
+    found: float = row["measured"]["median"]
+    return found
+
+
 def agreement(rows: list[dict[str, Any]], close: float = 0.05) -> float:
     """Return the share of pairs of plans of one model, measured at least 5 % apart, that are predicted in order."""
     pairs = [
-        (one["predicted_seconds"] < other["predicted_seconds"]) == (one["measured"].median < other["measured"].median)
+        (one["predicted_seconds"] < other["predicted_seconds"]) == (median(one) < median(other))
         for one, other in combinations(rows, 2)
-        if one["model"] == other["model"] and abs(one["measured"].median / other["measured"].median - 1) > close
+        if one["model"] == other["model"] and abs(median(one) / median(other) - 1) > close
     ]
     return sum(pairs) / max(1, len(pairs))
 
@@ -335,11 +361,11 @@ def agreement(rows: list[dict[str, Any]], close: float = 0.05) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--models", nargs="+", default=list(MODELS))
+    parser.add_argument("--only", default="", help="regular expression of plans' names")
     given = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     cluster = detect_all(2)
-    report(autopart.launch(measure, "cpu:2", cluster, given.rounds, given.models), cluster)
+    report(autopart.launch(measure, "cpu:2", cluster, given.rounds, given.only), cluster)
 
 
 if __name__ == "__main__":

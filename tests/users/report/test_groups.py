@@ -63,21 +63,24 @@ def test_the_simulated_step_has_rows_of_ranks() -> None:
 
 def test_a_step_of_groups_is_simulated_for_each_of_their_ranks(tmp_path: Path) -> None:
     ids = torch.zeros((8, 8), dtype=torch.long)
-    plans = [planned()[0], planned(tensor_parallel=1, replicas=4)[0]]
-    step, whole = [autopart.simulate(p, Gpt(width=256).double(), "cpu:8", sample=(ids, ids)) for p in plans]
-    assert step.step_ns == plans[0].step_ns
+    plan, (alone, _) = planned()[0], planned("cpu:4", tensor_parallel=1)
+    step, whole = (
+        autopart.simulate(p, Gpt(width=256).double(), f"cpu:{p.decision.world}", sample=(ids, ids))
+        for p in (plan, alone)
+    )
+    assert step.step_ns == plan.step_ns
     own = step.by_rank()
     assert own.keys() == {0, 1, 4, 5}  # the first replica of each stage
     for rank in (0, 4):
         first, second = ([(s.action, s.start_ns, s.end_ns) for s in own[r]] for r in (rank, rank + 1))
         assert first == second
-    assert spans_text(Timeline((*own[0], *own[4]))) == plans[0].outlook.spans
+    assert spans_text(Timeline((*own[0], *own[4]))) == plan.outlook.spans
     assert step.bubble == pytest.approx(Timeline((*own[0], *own[4])).bubble)
     sent, of_all = ({s.ns for s in each.spans if s.action.kind == "SF"} for each in (step, whole))
     assert 0 < max(sent) < min(of_all)  # each rank sends its part, to one of the other group
     assert len(step.peak_bytes) == 8 and len(set(step.peak_bytes[:4])) == 1 and min(step.peak_bytes) > 0
     autopart.save_trace(step, tmp_path / "step.json")
-    assert load_trace(tmp_path / "step.json").spans == step.spans
+    assert set(load_trace(tmp_path / "step.json").spans) == set(step.spans)
     assert timelines_text({"simulated": step}).count("rank ") == 4
 
 

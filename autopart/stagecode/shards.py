@@ -162,8 +162,8 @@ class _Shards:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda arg: self._as(node, arg, next(wanted)))
         node.args, node.kwargs = args, kwargs
         self._held[node] = strategy.writes[0], _name(node) in self.grads
-        own = partial(self._own, strategy.writes[0])  # calls in another form than the captured have results cut alike
-        node.meta["own"] = pytree.tree_map_only(torch.Tensor, own, _captured(node))
+        part = partial(self._own, strategy.writes[0])  # calls in another form than the captured have results cut alike
+        node.meta["own"] = pytree.tree_map_only(torch.Tensor, part, _captured(node))
         self._change(node, strategy)
 
     def _own(self, state: State, whole: torch.Tensor) -> torch.Tensor:

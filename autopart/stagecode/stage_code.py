@@ -140,7 +140,7 @@ class StageCode:
         if recipe is None:
             usual = parts(planned.division, 0, max(self._decision.micro_rows))  # of the largest planned micro-batch
             compiled = self._backend != EAGER and stage not in self.rewrites and captured.graph.rows in usual
-            beside = compiled and stage in self._members and self._members[stage].beside  # products of weights too
+            beside = compiled and stage in self._members and self._members[stage].beside  # then products of weights are
             code = stage_module(
                 captured, links, stage, planned, self._device, adjusted, rule.layouts, eager=not compiled,
                 deferrable=deferrable or beside, shard=shard,

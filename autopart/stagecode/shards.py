@@ -162,13 +162,9 @@ class _Shards:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda arg: self._as(node, arg, next(wanted)))
         node.args, node.kwargs = args, kwargs
         self._held[node] = strategy.writes[0], _name(node) in self.grads
-        part = partial(self._own, strategy.writes[0])  # calls in another form than the captured have results cut alike
+        part = partial(_part, strategy.writes[0], self._members.count)  # results of calls in another form are cut alike
         node.meta["own"] = pytree.tree_map_only(torch.Tensor, part, _captured(node))
         self._change(node, strategy)
-
-    def _own(self, state: State, whole: torch.Tensor) -> torch.Tensor:
-        """Return the form of this member's part of a result, for what compiles the code."""
-        return torch.empty(state.local(whole.shape, self._members.count), dtype=whole.dtype, device="meta")
 
     def _beside(self, node: fx.Node) -> None:
         """Write a call beside the ops: what adjusts a value by a number of the micro-batch, or counts it, reads it
@@ -302,6 +298,11 @@ def _name(node: fx.Node) -> str:
 def _how(node: fx.Node) -> str:
     """Return how the code of a slice runs an op, "" in the code of whole sequences."""
     return str(node.meta.get("how", ""))
+
+
+def _part(state: State, count: int, whole: torch.Tensor) -> torch.Tensor:
+    """Return the form of a member's part of a result, for what compiles the code."""
+    return torch.empty(state.local(whole.shape, count), dtype=whole.dtype, device="meta")
 
 
 def _captured(node: fx.Node) -> Any:

@@ -6,6 +6,9 @@ blocks is evaluated once more with the difference left free, which costs it some
 Of plans that are about as fast the one with fewer stages is chosen (`Candidate.preference`): what the simulator leaves
 out (ranks that slow each other down, variation between micro-batches, a rank that fails) grows with the devices that a
 micro-batch passes.
+
+Plans are compared by their orders of computes (`played_ns`), which take as long as the programs that are
+made of them; only the plan that is chosen is checked, becomes a program, and is proven.
 """
 
 from __future__ import annotations
@@ -13,23 +16,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
+from typing import NamedTuple
 
 from autopart.ir.cluster import DEVICE_KINDS
 from autopart.ir.graph import Graph, stage_modules
 from autopart.ir.plan import Decision, Outlook, Stage, check_decision
-from autopart.ir.program import Program
+from autopart.ir.program import Edge, Program
 from autopart.ir.timeline import spans_text
 from autopart.passes.ordering.pipeline import Pipeline, bound_ns
 from autopart.passes.program.messages import prove_messages
 from autopart.passes.program.orders import Shape
-from autopart.passes.program.routing import edges, route, with_forward_only
-from autopart.passes.program.schedules import find, streams
+from autopart.passes.program.routing import edges, route, tied, with_forward_only
+from autopart.passes.program.schedules import find, pattern, streams
 from autopart.passes.program.stream import streaming_of
 from autopart.passes.program.verify import check_program
 from autopart.passes.search.diagnostics import alternatives, mib
 from autopart.passes.search.evaluation import Evaluation, evaluate
 from autopart.passes.search.space import PlanRequest, SearchSpace
-from autopart.passes.simulation.estimate import estimate, excess_of, stage_estimates, timeline_of, work_of
+from autopart.passes.simulation.estimate import (
+    Estimates,
+    estimate,
+    excess_of,
+    stage_estimates,
+    steady_ns,
+    timeline_of,
+    work_of,
+)
+from autopart.passes.simulation.simulate import ordered_ns
 from autopart.passes.simulation.stage_costs import Estimator
 
 LIGHT = 0.02
@@ -42,7 +55,8 @@ TIGHTER = 3
 class Finalized:
     """A plan over captured ops that fits, with its proven program.
 
-    evaluation: of its candidate, over blocks.  fastest_ns: step of the fastest proven plan, which may have more stages.
+    evaluation: of its candidate, over blocks.  fastest_ns: step of the fastest plan that fits, which may have more
+    stages.
     """
 
     decision: Decision
@@ -56,10 +70,18 @@ class Finalized:
         """Simulated nanoseconds of the step."""
         return self.outlook.step_ns
 
-    @property
-    def preference(self) -> float:
-        """The criterion by which it is chosen, less is better."""
-        return replace(self.evaluation, step_ns=self.step_ns).preference
+
+class _Fitting(NamedTuple):
+    """A plan that fits over captured ops.
+
+    decision, step_ns: over captured ops.  preference: the criterion by which it is chosen, less is better.
+    evaluation: over blocks.
+    """
+
+    decision: Decision
+    step_ns: int
+    preference: float
+    evaluation: Evaluation
 
 
 def finalize(
@@ -69,33 +91,34 @@ def finalize(
 
     seen: the plans found, fastest first.  space: the blocks that were cut.  Clones make a plan slower over ops than
     over blocks, so the next plans are tried as long as their blocks promise a step that is faster, or preferred.
-    O(seen * (ops + uses)), and the programs of those that were tried.
+    O(seen * (ops + uses)), and the simulated actions of those that were tried.
     """
     queue: list[tuple[int, int, tuple[int, ...], int, Evaluation]] = [
         (evaluation.step_ns, i, (), 0, evaluation) for i, evaluation in enumerate(seen)
     ]
     heapify(queue)
-    proven: list[Finalized] = []
+    fitting: list[_Fitting] = []
     lacking: list[Evaluation] = []
     known_ns: dict[tuple[object, ...], int | None] = {}  # steps over captured ops; None where it does not fit
     learning = graph.learning_ops()
     while queue:
         step_ns, i, spare, turn, evaluation = heappop(queue)
-        if proven and (
-            step_ns >= min(each.step_ns for each in proven)
-            and replace(evaluation, step_ns=step_ns).preference >= min(each.preference for each in proven)
+        if fitting and (
+            step_ns >= min(each.step_ns for each in fitting)
+            and replace(evaluation, step_ns=step_ns).preference >= min(each.preference for each in fitting)
         ):
             continue
         over_blocks = evaluation.decision
         stages = lower_to_ops(over_blocks.stages, evaluation.space, graph)
         decision = with_forward_only(replace(over_blocks, stages=stages), learning)
-        check_decision(decision, graph)
-        estimates = stage_estimates(decision, edges(decision, graph), estimator)
-        excess = excess_of(decision, edges(decision, graph), estimator)
-        if max(excess) <= 0:  # first, since to route and to prove a long program takes longer
-            program = check_program(route(decision, graph), decision.schedule)
-            proven.append(Finalized(decision, program, estimate(decision, program, estimator), evaluation))
-            known_ns[evaluation.key] = proven[-1].step_ns
+        links = edges(decision, graph)
+        estimates = stage_estimates(decision, links, estimator)
+        excess = excess_of(decision, links, estimator)
+        if max(excess) <= 0:  # first, since to simulate a long program takes longer
+            own_ns = played_ns(decision, estimates, links, graph, estimator)
+            preference = replace(evaluation, step_ns=own_ns).preference
+            fitting.append(_Fitting(decision, own_ns, preference, evaluation))
+            known_ns[evaluation.key] = own_ns
             continue
         worst = max(range(len(excess)), key=excess.__getitem__)
         lacking.append(replace(evaluation, estimates=estimates, over_bytes=excess[worst], stage=worst))
@@ -110,17 +133,40 @@ def finalize(
             again = evaluate(evaluation.space, evaluation.candidate, spare)
             if again.fits:
                 heappush(queue, (again.step_ns, i, spare, turn + 1, again))
-    if not proven:
+    if not fitting:
         return min(lacking, key=lambda each: each.over_bytes)
-    taken = min(proven, key=lambda each: (each.preference, each.step_ns))
+    taken = _proven(min(fitting, key=lambda each: (each.preference, each.step_ns)), graph, estimator)
+    fastest = min(fitting, key=lambda each: (each.step_ns, each.preference))
+    return _explained(taken, fastest, seen, known_ns, graph, space, estimator)
+
+
+def played_ns(
+    decision: Decision, estimates: Estimates, links: tuple[Edge, ...], graph: Graph, estimator: Estimator
+) -> int:
+    """Return the step of `estimate`, in nanoseconds, without making the program: all micro-batches are played.
+
+    estimates, links: of the stages over captured ops (`routing.edges`).  O(uses + actions).
+    """
+    schedule, ties = find(decision.schedule), tied(decision, graph)
+    if not schedule.synchronous:
+        return steady_ns(decision, estimates)
+    work = work_of(decision, estimates, links, ties, estimator)
+    ranks = [stage.ranks for stage in decision.stages]
+    return ordered_ns(pattern(schedule, Shape.of(decision)), links, ties, ranks, work)
+
+
+def _proven(plan: _Fitting, graph: Graph, estimator: Estimator) -> Finalized:
+    """Return a plan with its program, which is proven to run."""
+    decision = check_decision(plan.decision, graph)
+    program = check_program(route(decision, graph), decision.schedule)
     if DEVICE_KINDS[estimator.cluster.kind].transport == "nccl":
-        prove_messages(taken.program)
-    return _explained(taken, proven, seen, known_ns, graph, space, estimator)
+        prove_messages(program)
+    return Finalized(decision, program, estimate(decision, program, estimator), plan.evaluation)
 
 
 def _explained(
     taken: Finalized,
-    proven: list[Finalized],
+    fastest: _Fitting,
     seen: Sequence[Evaluation],
     known_ns: dict[tuple[object, ...], int | None],
     graph: Graph,
@@ -132,7 +178,6 @@ def _explained(
     judged = [(e, known_ns[e.key]) for e in seen if e is not taken.evaluation and e.key in known_ns]
     steps = judged + [(e, e.step_ns) for e in seen if e.key not in known_ns and e.step_ns >= taken.step_ns]
     others = tuple(replace(e, step_ns=known) for e, known in steps if known is not None)
-    fastest = min(proven, key=lambda each: (each.step_ns, each.preference))
     own, its = (replace(each.evaluation, step_ns=each.step_ns) for each in (taken, fastest))
     notes = notes_of(taken.decision, space.chain.n, space.request, graph)
     if Shape.of(taken.decision).homes:

@@ -39,7 +39,7 @@ import numpy.typing as npt
 from autopart.ir.cluster import DEVICE_KINDS, Cluster
 from autopart.ir.decision import Decision
 from autopart.ir.errors import RefusedError, UsageError
-from autopart.ir.graph import Cost, Graph, Op, Size
+from autopart.ir.graph import Cost, Graph, Op, Size, Value
 from autopart.passes.ops.analytic_costs import saved_values
 from autopart.passes.ops.cost_model import FIELDS, CostTable, OpCosts
 from autopart.passes.ops.row import MATMUL
@@ -74,14 +74,12 @@ class GroupCosts:
     cluster: Cluster
 
     def graph(self, size: Size, device_type: int) -> Graph:
-        """See `GraphCosts`.  O(ops + values)."""
-        graph, link = local_graph(self.whole.graph(size, device_type), self.assignment), self.cluster.levels[0].link
-        per_byte = 2 * (self.assignment.shards - 1) / self.assignment.shards * 1e9 / link.bytes_per_s
-        whole = {p.name for p in graph.params if p.trainable and self.assignment.states[p.name].kind != CUT_KIND}
-        summed = [replace(p, once_ns=int(summed_bytes(p) * per_byte)) if p.name in whole else p for p in graph.params]
-        costs = self.table(size, device_type).columns.astype(np.int64).T.tolist()
-        ops = [replace(op, cost=Cost(*cost)) for op, cost in zip(graph.ops, costs, strict=True)]
-        return replace(graph, ops=tuple(ops), params=tuple(summed))
+        """See `GraphCosts`; shapes and arguments are not changed.  O(ops + values)."""
+        table, local = self.table(size, device_type), self._local
+        costs, sizes = table.columns.astype(np.int64).T.tolist(), table.value_bytes
+        ops = [replace(op, cost=Cost(*cost)) for op, cost in zip(local.ops, costs, strict=True)]
+        values = [Value(v.name, v.shape, v.dtype, sizes[v.name], v.grad, v.rows_axis) for v in local.values]
+        return replace(local, size=size, ops=tuple(ops), values=tuple(values))
 
     def table(self, size: Size, device_type: int) -> CostTable:
         """See `CostModel.table`.  O(values), and O(reads) in numpy."""
@@ -153,6 +151,15 @@ class GroupCosts:
             columns[row, op] = np.where(columns[row, op] > 0, np.maximum(columns[row, op], read_ns), 0)
 
     # ---- what does not depend on the size --------------------------------------------------------------------------
+
+    @cached_property
+    def _local(self) -> Graph:
+        """The graph of a rank at the size of `graph_of_all`, with what sums of gradients over the group take."""
+        graph, link = local_graph(self.graph_of_all, self.assignment), self.cluster.levels[0].link
+        per_byte = 2 * (self.assignment.shards - 1) / self.assignment.shards * 1e9 / link.bytes_per_s
+        whole = {p.name for p in graph.params if p.trainable and self.assignment.states[p.name].kind != CUT_KIND}
+        summed = [replace(p, once_ns=int(summed_bytes(p) * per_byte)) if p.name in whole else p for p in graph.params]
+        return replace(graph, params=tuple(summed))
 
     def _sizes(self, value_bytes: Mapping[str, int]) -> _Table:
         params = [p.size_bytes for p in self.graph_of_all.params]

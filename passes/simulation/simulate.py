@@ -137,7 +137,8 @@ def ordered_ns(
 
     links, tied: edges and tied parameters.  O(actions * log ranks).
     """
-    frame = Program(0, 1 + max(map(max, stage_ranks)), tuple(stage_ranks), (), tied=tied)
+    world, without = 1 + max(map(max, stage_ranks)), order.shape.forward_only
+    frame = Program(0, world, tuple(stage_ranks), (), tied=tied, forward_only=without)
     code = _StepCode(work, frame.groups(TIED), in_order=order.in_order)
     slices, replicas = order.shape.slices, order.shape.replicas
     to = [receivers(links, piece) for piece in range(slices)]

@@ -42,7 +42,6 @@ def _refusals(graph: Graph, options: Options, plan: Plan | None) -> Iterator[tup
     """Yield (what, what to do)."""
     given = (
         (options.replica_policy == "turn", "replicas in turn", 'use replica_policy="split"'),
-        (options.backend != "eager", "compiled stages", 'use backend="eager"'),
         (options.weights is not None, "weights=", "build the model with values"),
         (options.schedule != "auto" and not find(options.schedule).synchronous, options.schedule, 'use "1f1b"'),
     )

@@ -24,8 +24,8 @@ class Compiler(Protocol):
     ) -> StageModule:
         """Return code with equal results, made for what it is given in a training step.
 
-        code: whole, in the order of the captured ops; parameters are arguments, and stay leaves.  tensors: the model's.
-        specs: shapes of values, as meta tensors.  trained: inputs that get a gradient.
+        code: whole, in the order of the captured ops; parameters are arguments, and stay leaves.  tensors: what this
+        rank holds of the model's.  specs: shapes of values, as meta tensors.  trained: inputs that get a gradient.
         """
 
 

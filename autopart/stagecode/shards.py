@@ -6,10 +6,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 from autopart.ir.errors import PlanError, RefusedError
 from autopart.ir.graph import Graph
@@ -159,6 +161,8 @@ class _Shards:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda arg: self._as(node, arg, next(wanted)))
         node.args, node.kwargs = args, kwargs
         self._held[node] = strategy.writes[0], _name(node) in self.grads
+        part = partial(_part, strategy.writes[0], self._members.count)  # results of calls in another form are cut alike
+        node.meta["own"] = pytree.tree_map_only(torch.Tensor, part, _captured(node))
         self._change(node, strategy)
 
     def _beside(self, node: fx.Node) -> None:
@@ -269,13 +273,16 @@ class _Shards:
         elif node.target is keyed_rows:
             op, draw, given, made, size_at, *rest = arguments
             arguments, rows = (op, draw, *rest), (given, made, size_at)
-        self._become(node, Drawn(self._members, cut, order, places, rows), arguments)
+        made = Drawn(self._members, cut, order, places, rows)
+        if not places:  # slices of tokens are not compiled
+            node.meta["own"] = pytree.tree_map_only(torch.Tensor, made.like, node.meta["own"])
+        self._become(node, made, arguments)
 
     def _become(self, node: fx.Node, module: nn.Module, arguments: Sequence[Any] | None = None) -> None:
         """Replace an op by a module that takes these arguments, by default its first two."""
         found = self._call(node, f"shard_{node.name}", module, *(arguments or node.args[:2]))
         self._replace(node, found)
-        found.meta["op"] = _name(node)
+        found.meta |= {"op": _name(node), "own": node.meta["own"]}
         self._module.graph.erase_node(node)
 
 
@@ -309,6 +316,11 @@ def _around(node: fx.Node) -> Iterator[fx.Node]:
 def _how(node: fx.Node) -> str:
     """Return how the code of a slice runs an op, "" in the code of whole sequences."""
     return str(node.meta.get("how", ""))
+
+
+def _part(state: State, count: int, whole: torch.Tensor) -> torch.Tensor:
+    """Return the form of a member's part of a result, for what compiles the code."""
+    return torch.empty(state.local(whole.shape, count), dtype=whole.dtype, device="meta")
 
 
 def _captured(node: fx.Node) -> Any:

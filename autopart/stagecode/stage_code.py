@@ -140,9 +140,10 @@ class StageCode:
         if recipe is None:
             usual = parts(planned.division, 0, max(self._decision.micro_rows))  # of the largest planned micro-batch
             compiled = self._backend != EAGER and stage not in self.rewrites and captured.graph.rows in usual
+            beside = compiled and stage in self._members and self._members[stage].beside  # then products of weights are
             code = stage_module(
                 captured, links, stage, planned, self._device, adjusted, rule.layouts, eager=not compiled,
-                deferrable=deferrable, shard=shard,
+                deferrable=deferrable or beside, shard=shard,
             )  # fmt: skip
             return None, (self._compiled(captured, links, stage, code) if compiled else code,)
         outputs, lengths = leaving(captured.graph, links, stage, set(planned.ops)), self._decision.token_slices
@@ -157,7 +158,8 @@ class StageCode:
             self._compiler = COMPILERS[self._backend](captured.graph.op_map())
         specs = self.specs[captured.graph.rows]
         trained = {name for edge in links if edge.dst == stage for name in edge.grads}
-        return self._compiler.compile(code, captured.tensors, specs, trained, self._device)
+        self._tensors.hold(code.held, captured.tensors)  # where ranks divide parameters, in pieces
+        return self._compiler.compile(code, self._tensors.held, specs, trained, self._device)
 
 
 def split_stages(decision: Decision) -> frozenset[int]:

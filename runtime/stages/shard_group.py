@@ -206,6 +206,7 @@ class Exchange(nn.Module):
 
     def __init__(self, members: Members, there: tuple[str, Cut, Cut], back: tuple[str, Cut, Cut]) -> None:
         super().__init__()
+        self._change = there
         self._there, self._back = _move(members, *there), _move(members, *back)
         self._members, self._gathers = members, there[1] if there[0] == "gather" else None
 
@@ -220,6 +221,15 @@ class Exchange(nn.Module):
             base: Any = found if found._base is None else found._base
             base.again = tensor.detach(), again
         return found
+
+    def like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return an empty tensor of the shape of the value in its new state, without an exchange."""
+        (word, (axis, _), (other, _)), shape = self._change, list(tensor.shape)
+        if word in ("gather", "pad", "recut"):
+            shape[axis] *= self._members.count
+        if word in ("slice", "scatter", "recut"):
+            shape[other if word == "recut" else axis] //= self._members.count
+        return torch.empty_like(tensor) if word in ("keep", "first") else tensor.new_empty(shape)
 
 
 def _move(members: Members, word: str, old: Cut, new: Cut) -> Move:
@@ -266,6 +276,12 @@ class Drawn(nn.Module):
         """Return this member's part of what the op returns."""
         places = self._own(tensor)
         return own_of(self._draw(op, number, among_all(tensor, places, self._order), *arguments), places)
+
+    def like(self, part: torch.Tensor) -> torch.Tensor:
+        """Return a tensor that lies in memory as a result of this shape does."""
+        places = self._own(part)
+        found: torch.Tensor = own_of(among_all(part, places, self._order), places)
+        return found
 
     def _own(self, tensor: torch.Tensor) -> Places:
         """Return where this member's part lies in the whole, the last axis first."""

@@ -35,6 +35,7 @@ from autopart.passes.ops.row import VIEW
 from autopart.passes.ops.table import row_of
 from autopart.runtime.activity import patient
 from autopart.runtime.stages.compiled_segment import Code, CompiledSegment, Form, form_of
+from autopart.runtime.stages.shard_group import Exchange
 from autopart.runtime.stages.stage_module import RecomputedGroup, StageModule
 from autopart.stagecode.stage_graph import text_of
 
@@ -148,7 +149,7 @@ class Inductor:
 
     def __init__(self, ops: Mapping[str, Op]) -> None:
         self._ops = ops
-        self._made: dict[tuple[str, Form], Code | None] = {}
+        self._made: dict[tuple[str, bool, Form], Code | None] = {}
         self._reasons: set[str] = set()
 
     def compile(
@@ -161,11 +162,17 @@ class Inductor:
     ) -> StageModule:
         """Return the code with compiled segments, made for what it is given in a training step.
 
-        tensors: the model's.  specs: shapes of values, as meta tensors.  trained: inputs that get a gradient.
-        Segments that cannot be compiled run as they are, with a warning.  Raises RefusedError as `segmented`.
+        tensors: what this rank holds of the model's.  specs: shapes of values, as meta tensors.  trained: inputs that
+        get a gradient.  Segments that cannot be compiled run as they are, with a warning.  Raises RefusedError as
+        `segmented`, and for such segments in code with exchanges between ranks.
         """
         paths = {name: op.module for name, op in self._ops.items()}
-        module = segmented(code.module, paths, lambda body: CompiledSegment(body, partial(self._code, text_of(body))))
+        together = any(isinstance(each, Exchange) for each in code.module.modules())
+
+        def made(body: fx.GraphModule) -> nn.Module:
+            return CompiledSegment(body, partial(self._code, text_of(body), together))
+
+        module = segmented(code.module, paths, made)
         met: list[tuple[CompiledSegment, Sequence[torch.Tensor]]] = []
         with torch.enable_grad():
             with FakeTensorMode():
@@ -175,27 +182,45 @@ class Inductor:
                 segment.prepare(inputs)
         return replace(code, module=module)
 
-    def _code(self, text: str, body: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Code | None:
-        """Return the code of a segment for tensors of this form.  text: of its ops, equal for equal segments."""
-        key = text, form_of(inputs)
+    def _code(self, text: str, together: bool, body: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Code | None:
+        """Return the code of a segment for tensors of this form.  text: of its ops, equal for equal segments.
+
+        together: whether ranks exchange values around it.  A backward runs the exchanges before a compiled segment if
+        any result of it needs them, and those before its ops only if theirs do: so all ranks run one or the other.
+        """
+        key = text, together, form_of(inputs)
         if key not in self._made:
             try:
                 self._made[key] = _compiled(body, inputs)
             except Exception as error:  # of any kind: what a compiler raises is not documented
+                if together:
+                    raise self._refused(body, error) from error
                 self._made[key] = None
                 self._warn(body, error)
         return self._made[key]
 
-    def _warn(self, body: fx.GraphModule, error: Exception) -> None:
+    def _refused(self, body: fx.GraphModule, error: Exception) -> RefusedError:
+        _, place, reason = self._uncompiled(body, error)
+        return RefusedError(
+            f"ops cannot be compiled, from {place} on",
+            why=f"{reason}; on ranks that compute together, all of them run the same code",
+            fix='use backend="eager", or tensor_parallel=1',
+        )
+
+    def _uncompiled(self, body: fx.GraphModule, error: Exception) -> tuple[int, str, str]:
+        """Return how many ops of the model a segment has, the first that an error names, and what the error says."""
         names = [node.name for node in body.graph.nodes if node.name in self._ops]
         named = next((name for name in names if name in str(error)), names[0] if names else "")
         op = self._ops.get(named)
         place = f"{op.target} in {op.module or 'the model'} ({op.where})" if op is not None else "a segment"
-        reason = (str(error) or type(error).__name__).strip().splitlines()[0]
+        return len(names), place, (str(error) or type(error).__name__).strip().splitlines()[0]
+
+    def _warn(self, body: fx.GraphModule, error: Exception) -> None:
+        count, place, reason = self._uncompiled(body, error)
         if reason in self._reasons:  # equal layers may differ in which of their inputs need a gradient
             return
         self._reasons.add(reason)
-        warnings.warn(f"{len(names)} ops from {place} on run without compiling: {reason}", CompileWarning, stacklevel=2)
+        warnings.warn(f"{count} ops from {place} on run without compiling: {reason}", CompileWarning, stacklevel=2)
 
 
 def _forms(
@@ -231,7 +256,7 @@ class _Meeting(fx.Interpreter):
     """Runs code on fake tensors, and notes what reaches each compiled segment.
 
     Ops that have another form in the code than in the capture (random ops; kernels that refuse fake tensors of some
-    dtypes) are not run: the capture knows their results.
+    dtypes; what ranks compute together) are not run: the capture knows their results, or this rank's parts of them.
     """
 
     def __init__(
@@ -242,9 +267,10 @@ class _Meeting(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         plain = isinstance(n.target, torch._ops.OpOverload) or n.target is operator.getitem
-        if n.op == "call_function" and not plain and "val" in n.meta:
+        known = n.meta.get("own", n.meta.get("val") if n.op == "call_function" else None)
+        if known is not None and not plain:
             trained = any(getattr(self.env[arg], "requires_grad", False) for arg in n.all_input_nodes)
-            return pytree.tree_map_only(torch.Tensor, partial(self._known, trained), n.meta["val"])
+            return pytree.tree_map_only(torch.Tensor, partial(self._known, trained), known)
         return super().run_node(n)
 
     def _known(self, trained: bool, result: torch.Tensor) -> torch.Tensor:
@@ -254,6 +280,8 @@ class _Meeting(fx.Interpreter):
         called = self.fetch_attr(target)
         if isinstance(called, CompiledSegment):
             self._met.append((called, args))
+        if isinstance(called, Exchange):
+            return self._known(args[0].requires_grad, called.like(args[0]))
         body = getattr(called, "body", None)
         if isinstance(body, fx.GraphModule):  # of a segment or a recomputed group
             return _Meeting(body, self._met, self._device).run(*args)

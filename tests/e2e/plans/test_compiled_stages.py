@@ -65,6 +65,8 @@ def patient_pair(own_cache: None) -> Iterator[Workers]:
         ("gpt2", (1, 1), {"schedule": "zb-h1"}),
         ("tied", (2,), {"schedule": "zb-h1", "zero": 1, "recompute": "all"}),
         ("llama_tied", (1, 1), {"schedule": "zb-h1", "precision": "bf16"}),
+        ("llama_tied", (1,), {"tensor_parallel": 2}),
+        ("dropped", (1,), {"tensor_parallel": 2, "recompute": "all"}),
     ],
 )
 def test_compiled_stages_give_the_gradients_of_eager_ones(

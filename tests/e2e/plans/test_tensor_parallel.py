@@ -327,8 +327,8 @@ def test_half_precision_differs_by_rounding(precision: str, pair: Workers) -> No
 @pytest.mark.parametrize(
     ("given", "what"),
     [
-        ({"backend": "inductor"}, "compiled stages"),
         ({"schedule": "pipedream"}, "pipedream"),
+        ({"replica_policy": "turn"}, "replicas in turn"),
     ],
 )
 def test_what_does_not_run_with_tensor_parallelism_is_refused_by_name(given: dict[str, Any], what: str) -> None:

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from support.extending.shards_in_process import Group, captured_at, errors
+from support.models.tokens.by_hand import Gpt
 from torch import fx, nn
 
 import autopart
 from autopart.batch.batch import flatten
 from autopart.capture import Captured, capture
 from autopart.extras.compiled import inductor
-from autopart.extras.compiled.inductor import segmented
+from autopart.extras.compiled.inductor import Inductor, segmented
 from autopart.ir.errors import RefusedError
+from autopart.passes.shards.choice import choose
 from autopart.runtime.stages.compiled_segment import CompiledSegment, form_of
+from autopart.runtime.stages.stage_module import StageModule
+from autopart.stagecode.stage_code import specs_of
 from autopart.stagecode.stage_graph import text_of
 
 WIDTH = 8
@@ -103,6 +110,70 @@ def test_code_that_fails_raises_what_the_ops_raise() -> None:
         segment(torch.zeros(2, 2))
     with pytest.raises(RuntimeError, match="somewhere in a kernel"):
         segment(torch.eye(2))
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.LayerNorm(WIDTH), nn.Dropout(0.2)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = torch.nn.functional.gelu(self.up(self.norm(x).tanh())) * 0.5
+        return x + self.drop(self.down(self.drop(inner).sin()).cos())
+
+
+class WideStack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Wide(), Wide()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_segments_between_exchanges_meet_what_they_are_made_for(
+    in_place: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    captured, inputs = captured_at(WideStack().double(), torch.randn(2, 6, WIDTH, dtype=torch.double))
+    graph, found, group = captured.graph, choose(captured.graph, 2), Group(2)
+    again = [[op.name for op in graph.ops if op.module.startswith("layers.1")]]
+    made: Counter[int] = Counter()
+    planned: dict[int, int] = {}
+
+    def made_for(body: fx.GraphModule, inputs: Any) -> Any:
+        made[threading.get_ident()] += 1
+        return body
+
+    def compiled(code: StageModule, own: Any) -> StageModule:
+        code = Inductor(graph.op_map()).compile(code, own, specs_of(graph, found), (), torch.device("cpu"))
+        planned[threading.get_ident()] = made[threading.get_ident()]
+        return code
+
+    monkeypatch.setattr(inductor, "_compiled", made_for)
+    assert errors(captured, inputs, found, group, again=again, in_place=in_place, compiled=compiled) < 1e-10
+    assert group.exchanges >= 8 and len(planned) == 2 and min(planned.values()) >= 3
+    assert planned == made  # none is made for other shapes or strides when it runs
+
+
+def test_code_with_exchanges_runs_compiled_on_all_ranks_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = torch.randint(24, (2, 8))
+    captured, inputs = captured_at(Gpt().double(), (ids, ids))
+    graph, found = captured.graph, choose(captured.graph, 2)
+
+    def compiled(code: StageModule, own: Any) -> StageModule:
+        return Inductor(graph.op_map()).compile(code, own, specs_of(graph, found), (), torch.device("cpu"))
+
+    def broken(body: fx.GraphModule, inputs: Any) -> Any:
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr(inductor, "_compiled", broken)
+    with pytest.raises(RefusedError, match=r"cannot be compiled, from aten[\s\S]*by_hand.py[\s\S]*no compiler here"):
+        errors(captured, inputs, found, compiled=compiled)
 
 
 @pytest.mark.parametrize(("dropout", "recompute"), [(0.0, "off"), (0.5, "all")])

@@ -179,16 +179,19 @@ def errors(
     again: Sequence[Collection[str]] = (),
     *,
     in_place: bool = False,
+    compiled: Callable[[StageModule, Tensors], StageModule] = lambda code, own: code,
 ) -> float:
     """Return the largest relative error of the loss and of any gradient, against the same program whole.
 
     expected: of that (`run_whole`).  again: groups of ops that run again in the backward.  in_place: whether products
-    add gradients of weights by themselves, beside exchanges."""
+    add gradients of weights by themselves, beside exchanges.  compiled: compiles the code of a member, which holds
+    these tensors."""
     graph = captured.graph
 
     def run(member: Any, own: Tensors) -> Result:
         code = shard_code(_code(captured, again), graph, assignment, member)
-        return _run(accumulate_in_place(code, own, deferrable=True) if in_place else code, own, inputs)
+        code = accumulate_in_place(code, own, deferrable=True) if in_place else code
+        return _run(compiled(code, own), own, inputs)
 
     group = group or Group(assignment.shards)
     return largest_error(captured, assignment, group, run, expected or run_whole(captured, inputs))

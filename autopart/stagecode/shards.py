@@ -111,7 +111,7 @@ class _Shards:
     def of_parameter(self, name: str, code: StageModule) -> _Node:
         """Return the state of what a stage's code is given under this name."""
         if name in code.casts:
-            return self._assignment.states[name.removeprefix("cast ")], code.casts[name][0] in self.grads
+            name = code.casts[name][0]  # cast as it is held, whatever the strategy of the cast reads
         return self._assignment.states.get(name, COPY), name in self.grads
 
     def rewrite(self, module: fx.GraphModule, given: Sequence[_Node], wanted: Sequence[State] = ()) -> list[_Node]:

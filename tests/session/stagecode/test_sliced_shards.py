@@ -24,7 +24,7 @@ from autopart.passes.shards.assignment import Assignment
 from autopart.passes.shards.calls import calls_of
 from autopart.passes.shards.choice import choose
 from autopart.passes.shards.factors import factors_of
-from autopart.passes.shards.states import CUT_KIND, PARTIAL_KIND
+from autopart.passes.shards.states import COPY, CUT_KIND, PARTIAL_KIND
 from autopart.passes.shards.strategies import Strategy, strategies
 from autopart.passes.tokens.recipe import Recipe
 from autopart.planning.derive.sliced_shards import choice_for, kept_state, sliced_problem, why_not
@@ -189,6 +189,30 @@ def test_what_runs_at_full_length_is_no_addend() -> None:
     for name, way in adding.items():
         problem = sliced_problem(captured.graph, with_strategy(found, captured.graph, name, way), recipe, ODD)
         assert problem is not None and problem[0].name == name and "at full length" in problem[1]
+
+
+class Scaled(small.Model):
+    """A model whose tokens are multiplied by an fp32 parameter, cast once a step."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda x, model: self.mixed(x))
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.double().scale = nn.Parameter(torch.full((8,), 0.5))
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.scale.to(torch.float64)
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def test_a_parameter_that_is_cast_is_read_as_it_is_held() -> None:
+    captured, inputs, recipe = sliced_case(Scaled(), small.token_batch())
+    found = drawn_for(captured, recipe, SHORT[0], 0)
+    cast = next(call for call in calls_of(captured.graph) if call.op.params == ("scale",))
+    ways = strategies(cast, factors_of(captured.graph), 2)
+    assert len(ways) == 3 and found.states["scale"] == COPY
+    for way in ways:
+        assigned = with_strategy(found, captured.graph, cast.op.name, way)
+        assert sliced_errors(captured, inputs, assigned, recipe, SHORT[0]) < 1e-6, way  # a gradient in fp32
 
 
 def with_strategy(found: Assignment, graph: Graph, name: str, way: Strategy) -> Assignment:

@@ -157,9 +157,9 @@ def _pair(text: str, flag: str, example: str, none: str = "") -> tuple[str, int 
 def wished(words: list[str]) -> dict[str, Any]:
     """Return options from words such as "stages=4" and "replicas=2,2"; their values may still be impossible.
 
-    Raises UsageError for a word without a value, and an option that has no flag.
+    Raises UsageError for a word without a value, an option that has no flag, and one that is given twice.
     """
-    kinds, found = get_type_hints(Options), {}
+    kinds, found = get_type_hints(Options), dict[str, Any]()
     for word in words:
         name, sign, text = word.partition("=")
         name = {"pin": "pins"}.get(name.lstrip("-"), name.lstrip("-").replace("-", "_"))
@@ -167,6 +167,8 @@ def wished(words: list[str]) -> dict[str, Any]:
             raise UsageError(f"{word!r} is not an option with a value", fix="write --what-if stages=4 replicas=2")
         if name in OPTIONS and not flag_of(name):
             raise UsageError(f"{name}= cannot be asked on a command line", fix="use autopart.plan in Python")
+        if name in found:
+            raise UsageError(f"{name}= is given twice", fix="write --what-if once for each plan")
         found[name] = _wish(name, text, kinds.get(name))
     return found
 

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -55,8 +55,8 @@ Hand = Annotated[
     typer.Option(
         "--hand",
         metavar="layout=Et*6|t*6L,dp=2,...",
-        help="Print what this plan in Megatron's words would take beside the chosen one: layout or pp, vpp, dp, mbs, "
-        "recompute, zero",
+        help="Print what this plan in Megatron's words would take beside the chosen one: layout or pp, tp, vpp, dp, "
+        "mbs, recompute",
     ),
 ]
 MoreWords = Annotated[list[str] | None, typer.Argument(metavar="OPTION=VALUE", hidden=True)]
@@ -84,7 +84,10 @@ def plan(
     The plan is written to --out.  With --json the table is printed as JSON.  With --compare or --what-if there is a
     line for each plan instead.
     """
-    _require_no_words(words, compare, [*(what_if or ()), *([hand] if hand else ())], out, trace)
+    several = [*(what_if or ()), *([hand] if hand else ())]
+    _require_no_words(words, compare, several, {"--out": out, "--trace": trace, "--export": export})
+    if as_json and export is not None:
+        raise UsageError("both --json and --export are given", fix="ask one after the other")
     subject = _loaded(model, flags, rows, tokens)
     options = read_options(loss_fn=subject.loss_fn, watch=Progress(), **flags)
     if compare is not None:
@@ -223,15 +226,16 @@ def _write_trace(step: Timeline | None, plan: Plan, path: Path | None) -> None:
 
 
 def _require_no_words(
-    words: list[str] | None, compare: str | None, what_if: list[str] | None, out: Path | None, trace: Path | None
+    words: list[str] | None, compare: str | None, what_if: list[str] | None, of_one: Mapping[str, object]
 ) -> None:
-    """Raise UsageError for words that belong to nothing, and flags that do not go together."""
+    """Raise UsageError for words that belong to nothing, and flags that do not go together.  of_one: flags that write
+    one plan, and their values."""
     if words and not (what_if and len(what_if) == 1):
         fix = 'put them in quotes: --what-if "stages=4 replicas=2"' if what_if else "drop them"
         raise UsageError(f"{' '.join(words)!r} belongs to no option", fix=fix)
     if compare is not None and what_if:
         raise UsageError("both --compare and --what-if are given", fix="ask one after the other")
-    for name, given in (("--out", out), ("--trace", trace)):
+    for name, given in of_one.items():
         if given is not None and (compare is not None or what_if):
             raise UsageError(
                 f"{name} writes one plan, and several are made", fix=f"drop {name}, or plan with the options alone"

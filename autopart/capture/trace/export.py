@@ -228,8 +228,8 @@ _KNOWN = (  # what torch's message says, as a regular expression; what, why, fix
     (
         r"fake tensor in the exported program constant's list",
         "a tensor made while the model was traced is kept where tracing does not see it",
-        "it stands in a container, a global or a closure, or is a gradient with regard to a parameter",
-        "pass it on as an argument or a result; a derivative with regard to a parameter write out, or take it forwards "
+        "it stands in a container, a global or a closure, or is a gradient with regard to a parameter or an input",
+        "pass it on as an argument or a result; a derivative write out, or take it forwards "
         "(torch.func.jvp, through elementary ops such as tanh and linear)",
     ),
 )

@@ -21,7 +21,10 @@ def hand_options(text: str, model: nn.Module, rows: int) -> dict[str, Any]:
     stages of each rank; dp: replicas; mbs: rows of a micro-batch on one replica; recompute: full or none.  rows: of the
     whole batch.  Raises UsageError.
     """
-    given = dict(word.strip().partition("=")[::2] for word in re.split(r",(?=\s*\w+=)", text))
+    words = [word.strip().partition("=")[::2] for word in re.split(r",(?=\s*\w+=)", text)]
+    given = dict(words)
+    if len(given) < len(words):
+        raise UsageError(f"--hand {text!r} gives a word twice", fix="give each word once")
     wrong = [word for word in given if word not in (*_NUMBERS, "layout", "recompute")]
     wrong += [word for word in _NUMBERS if not re.fullmatch(r"[1-9]\d{0,5}", given.get(word, "1"))]
     if wrong:

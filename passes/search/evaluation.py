@@ -170,7 +170,7 @@ def evaluate(space: SearchSpace, candidate: Candidate, spare_bytes: Sequence[int
         sharing = replace(first.decision, zero=1)  # needs less memory
         found.append(replace(first, decision=sharing, estimates=stage_estimates(sharing, first.links, estimator)))
     shared = tied(first.decision, space.chain.blocks) if space.may_be_tied else ()
-    steps = [simulated_ns(f.decision, f.estimates, f.links, shared, estimator) for f in found]
+    steps = [simulated_ns(f.decision, f.estimates, f.links, shared, estimator, whole=False) for f in found]
     step_ns, best = min(
         zip(steps, found, strict=True),
         key=lambda pair: (max(0, *pair[1].excess), pair[0] * (1 + SHARING * pair[1].decision.zero)),

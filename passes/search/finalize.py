@@ -7,8 +7,8 @@ Of plans that are about as fast the one with fewer stages is chosen (`Candidate.
 out (ranks that slow each other down, variation between micro-batches, a rank that fails) grows with the devices that a
 micro-batch passes.
 
-Plans are compared by their orders of computes (`played_ns`), which take as long as the programs that are
-made of them; only the plan that is chosen is checked, becomes a program, and is proven.
+Plans are compared by their orders of computes (`simulated_ns`), which take as long as the programs that
+are made of them; only the plan that is chosen is checked, becomes a program, and is proven.
 """
 
 from __future__ import annotations
@@ -21,28 +21,26 @@ from typing import NamedTuple
 from autopart.ir.cluster import DEVICE_KINDS
 from autopart.ir.graph import Graph, stage_modules
 from autopart.ir.plan import Decision, Outlook, Stage, check_decision
-from autopart.ir.program import Edge, Program
+from autopart.ir.program import Program
 from autopart.ir.timeline import spans_text
 from autopart.passes.ordering.pipeline import Pipeline, bound_ns
 from autopart.passes.program.messages import prove_messages
 from autopart.passes.program.orders import Shape
 from autopart.passes.program.routing import edges, route, tied, with_forward_only
-from autopart.passes.program.schedules import find, pattern, streams
+from autopart.passes.program.schedules import find, streams
 from autopart.passes.program.stream import streaming_of
 from autopart.passes.program.verify import check_program
 from autopart.passes.search.diagnostics import alternatives, mib
 from autopart.passes.search.evaluation import Evaluation, evaluate
 from autopart.passes.search.space import PlanRequest, SearchSpace
 from autopart.passes.simulation.estimate import (
-    Estimates,
     estimate,
     excess_of,
+    simulated_ns,
     stage_estimates,
-    steady_ns,
     timeline_of,
     work_of,
 )
-from autopart.passes.simulation.simulate import ordered_ns
 from autopart.passes.simulation.stage_costs import Estimator
 
 LIGHT = 0.02
@@ -115,7 +113,7 @@ def finalize(
         estimates = stage_estimates(decision, links, estimator)
         excess = excess_of(decision, links, estimator)
         if max(excess) <= 0:  # first, since to simulate a long program takes longer
-            own_ns = played_ns(decision, estimates, links, graph, estimator)
+            own_ns = simulated_ns(decision, estimates, links, tied(decision, graph), estimator, whole=True)
             preference = replace(evaluation, step_ns=own_ns).preference
             fitting.append(_Fitting(decision, own_ns, preference, evaluation))
             known_ns[evaluation.key] = own_ns
@@ -138,21 +136,6 @@ def finalize(
     taken = _proven(min(fitting, key=lambda each: (each.preference, each.step_ns)), graph, estimator)
     fastest = min(fitting, key=lambda each: (each.step_ns, each.preference))
     return _explained(taken, fastest, seen, known_ns, graph, space, estimator)
-
-
-def played_ns(
-    decision: Decision, estimates: Estimates, links: tuple[Edge, ...], graph: Graph, estimator: Estimator
-) -> int:
-    """Return the step of `estimate`, in nanoseconds, without making the program: all micro-batches are played.
-
-    estimates, links: of the stages over captured ops (`routing.edges`).  O(uses + actions).
-    """
-    schedule, ties = find(decision.schedule), tied(decision, graph)
-    if not schedule.synchronous:
-        return steady_ns(decision, estimates)
-    work = work_of(decision, estimates, links, ties, estimator)
-    ranks = [stage.ranks for stage in decision.stages]
-    return ordered_ns(pattern(schedule, Shape.of(decision)), links, ties, ranks, work)
 
 
 def _proven(plan: _Fitting, graph: Graph, estimator: Estimator) -> Finalized:

@@ -54,20 +54,20 @@ def stage_estimates(decision: Decision, links: tuple[Edge, ...], estimator: Esti
 
 
 def simulated_ns(
-    decision: Decision, estimates: Estimates, links: tuple[Edge, ...], tied: Tied, estimator: Estimator
+    decision: Decision, estimates: Estimates, links: tuple[Edge, ...], tied: Tied, estimator: Estimator, *, whole: bool
 ) -> int:
     """Return the nanoseconds of the step.  estimates: of its stages.  links, tied: as `routing` derives them.
 
-    Of a long program two short ones are played instead (`played`); the other micro-batches follow at the same pace, but
-    no faster than the busiest rank works: behind a slow first stage the others live for long on what its first forwards
-    left them (`1f1b-deep`, with recomputation there).
+    whole: whether all micro-batches are played.  Else of a long program two short ones are (`played`), and the others
+    follow at the same pace, but no faster than the busiest rank works: behind a slow first stage the others live for
+    long on what its first forwards left them (`1f1b-deep`, with recomputation there).  O(actions).
     """
     schedule, shape = find(decision.schedule), Shape.of(decision)
     if not schedule.synchronous:
         return steady_ns(decision, estimates)
     micros, ranks = shape.micros, [stage.ranks for stage in decision.stages]
     work = work_of(decision, estimates, links, tied, estimator)
-    counts = (micros,) if shape.alternates else played(shape.stages, micros, decision.schedule)
+    counts = (micros,) if whole or shape.alternates else played(shape.stages, micros, decision.schedule)
     orders = [pattern(schedule, replace(shape, micros=count)) for count in counts]
     times = [ordered_ns(order, links, tied, ranks, work) for order in orders]
     if len(counts) == 1:

@@ -143,6 +143,11 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in HALF else dtype
 
 
+def _entries(gradient: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of a gradient, of a coalesced sparse one those that it holds."""
+    return gradient if gradient.layout == torch.strided else gradient.values()
+
+
 def unscale(
     parameters: Mapping[str, torch.nn.Parameter],
     scale: float,
@@ -164,7 +169,7 @@ def unscale(
         kept = masters.get(name, parameter).dtype
         if kept in HALF and name in before:
             found = dense(found) + dense(before[name])
-        found = (found.values() if found.layout != torch.strided else found).to(kept)
+        found = _entries(found).to(kept)
         return torch.view_as_real(found) if found.is_complex() else found
 
     names = [name for name, parameter in parameters.items() if parameter.grad is not None]
@@ -175,7 +180,7 @@ def unscale(
         if own.layout != torch.strided:
             own = parameters[name].grad = own.coalesce()
         if scale != 1.0:
-            (own if own.layout == torch.strided else own.values()).detach().mul_(1.0 / scale)
+            _entries(own.detach()).mul_(1.0 / scale)
         found = numbers(name)
         totals.append(found.sum(dtype=wide_dtype(found.dtype)).reshape(1))
     if not names:

@@ -23,12 +23,11 @@ from autopart.ir.program import MESSAGES_AHEAD
 from autopart.passes.ordering.pipeline import Pipeline
 from autopart.passes.program.messages import check_messages
 from autopart.passes.program.orders import LOOP, V, placed
-from autopart.passes.program.routing import edges, route, unsummed_stages, with_forward_only
+from autopart.passes.program.routing import edges, route, tied, unsummed_stages, with_forward_only
 from autopart.passes.program.verify import check_program
 from autopart.passes.proof.lower_bound import lower_bound
 from autopart.passes.search.evaluation import evaluate
-from autopart.passes.search.finalize import played_ns
-from autopart.passes.simulation.estimate import estimate, stage_estimates
+from autopart.passes.simulation.estimate import estimate, simulated_ns, stage_estimates
 from autopart.passes.simulation.simulate import simulate, step_ns
 from autopart.passes.simulation.stage_costs import Estimator
 from autopart.report.plan_diff import diff_plans
@@ -219,7 +218,7 @@ def test_leaving_out_backwards_never_makes_a_step_longer(g: Graph, count: int, s
     for decision, taken_ns in zip((marked, whole), steps, strict=True):  # also without a program
         links = edges(decision, g)
         estimates = stage_estimates(decision, links, estimator)
-        assert played_ns(decision, estimates, links, g, estimator) == taken_ns
+        assert simulated_ns(decision, estimates, links, tied(decision, g), estimator, whole=True) == taken_ns
 
 
 def test_a_frozen_stage_needs_no_gradients_state_or_activations() -> None:

@@ -20,9 +20,8 @@ from autopart.passes.program.named import FAMILY as SCHEDULES
 from autopart.passes.program.routing import route
 from autopart.passes.program.verify import check_program, forward_program
 from autopart.passes.search import finalize as finish
-from autopart.passes.search.finalize import played_ns
 from autopart.passes.search.space import PlanRequest
-from autopart.passes.simulation.estimate import excess_of, stage_estimates
+from autopart.passes.simulation.estimate import excess_of, simulated_ns, stage_estimates
 from autopart.passes.simulation.stage_costs import Estimator
 
 
@@ -288,10 +287,10 @@ def test_a_plan_that_is_slower_over_ops_than_its_blocks_said_makes_room_for_the_
     assert len(known.stages) == 4
     others = {a.name: a.step_ns for a in known.outlook.alternatives}
 
-    def dearer(decision: Decision, *args: Any) -> int:
-        return played_ns(decision, *args) + (10**6 if len(decision.stages) == 4 else 0)
+    def dearer(decision: Decision, *args: Any, **how: bool) -> int:
+        return simulated_ns(decision, *args, **how) + (10**6 if len(decision.stages) == 4 else 0)
 
-    monkeypatch.setattr(finish, "played_ns", dearer)
+    monkeypatch.setattr(finish, "simulated_ns", dearer)
     p = plan_of(g, c, micros=8)
     assert len(p.stages) != 4
     assert p.step_ns <= others["3 stages"] < known.step_ns + 10**6
@@ -308,10 +307,10 @@ def test_of_plans_about_as_fast_the_one_with_the_fewest_stages_is_taken_and_said
     (three_ns,) = [a.step_ns for a in known.outlook.alternatives if a.name == "3 stages"]
     four_ns = int(three_ns / slower)
 
-    def told(decision: Decision, *args: Any) -> int:
-        return four_ns if len(decision.stages) == 4 else played_ns(decision, *args)
+    def told(decision: Decision, *args: Any, **how: bool) -> int:
+        return four_ns if len(decision.stages) == 4 else simulated_ns(decision, *args, **how)
 
-    monkeypatch.setattr(finish, "played_ns", told)
+    monkeypatch.setattr(finish, "simulated_ns", told)
     p = plan_of(g, c, micros=8)
     assert len(known.stages) == 4 and len(p.stages) == stages
     said = [a for a in p.outlook.alternatives if a.name == "the fastest, 4 stages"]

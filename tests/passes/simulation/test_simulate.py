@@ -318,7 +318,7 @@ def test_timeline_obeys_physics(g: Graph, data: st.DataObject) -> None:
     assert estimates == plan.estimates
     timeline = simulate(program, work)
     assert timeline.step_ns == plan.step_ns == step_ns(program, work)
-    without_a_program = simulated_ns(plan.decision, estimates, program.edges, program.tied, estimator)
+    without_a_program = simulated_ns(plan.decision, estimates, program.edges, program.tied, estimator, whole=False)
     assert timeline.step_ns == without_a_program
     parts = program.parts(range(program.world))
     home = [stage.ranks[0] for stage in plan.stages]

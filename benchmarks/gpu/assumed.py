@@ -11,19 +11,16 @@ bf16 weight added to its fp32 sum by a product and an addition, and by one kerne
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from benchmarks.shared.common import RESULTS, write
+from benchmarks.gpu.alone import Row, record
 
-Row = dict[str, Any]
 WIDTHS = {
     "8B": {"qkv": (4096, 6144), "feed-forward": (4096, 14336), "vocabulary": (4096, 128256)},
     "405B": {"qkv": (16384, 18432), "feed-forward": (16384, 53248), "vocabulary": (16384, 128256)},
@@ -167,27 +164,12 @@ QUESTIONS = (memory, launches, sums, optimizers, attention, products)
 """In order of worth, short ones first; memory before anything else is loaded."""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--folder", type=Path, default=RESULTS, help="folder of the result file")
-    parser.add_argument("--dry-run", action="store_true", help="tiny shapes on the CPU")
-    given = parser.parse_args()
-    if not given.dry_run and not torch.cuda.is_available():
-        raise SystemExit("no CUDA device here; --dry-run tries the command on the CPU")
-    torch.backends.cuda.matmul.allow_tf32 = False  # full single precision
-    device = torch.device("cpu" if given.dry_run else "cuda")
-    on = Machine(device, 1 if given.dry_run else given.repeats, 64 if given.dry_run else 1)
-    name = "cpu" if given.dry_run else torch.cuda.get_device_name(device)
-    rows: list[Row] = []
+def rows(device: torch.device, repeats: int) -> Iterator[Row]:
+    """Yield the answers to all questions."""
+    on = Machine(device, repeats, 64 if device.type == "cpu" else 1)
     for question in QUESTIONS:
-        for row in question(on):
-            rows.append(row)
-            print(*(f"{key}={value}" for key, value in row.items()), flush=True)
-            if not given.dry_run:
-                content = {"device": name, "cuda": torch.version.cuda, "rows": rows}
-                write("gpu_assumed", content, command="python -m benchmarks.gpu.assumed", folder=given.folder)
+        yield from question(on)
 
 
 if __name__ == "__main__":
-    main()
+    record("assumed", __doc__, rows, repeats=9)

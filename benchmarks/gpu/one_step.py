@@ -12,21 +12,21 @@ removing all launches could gain.  Where the capture fails, its reason is the ro
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.gpu.alone import Row, record
 from benchmarks.gpu.jobs import Job, reason
 from benchmarks.gpu.plans import PLANS, device_of
 from benchmarks.gpu.workloads import workload
-from benchmarks.shared.common import RESULTS, write
 
 MODELS = ("gpt2-xl", "bert-large", "resnet-152")
 SHARE = 0.1
@@ -77,45 +77,31 @@ def captured(compute: Step, device: torch.device, repeats: int) -> dict[str, Any
         return {"no_graph": reason(error)}
 
 
-def row(job: Job, repeats: int) -> dict[str, Any]:
-    """Return what one plan's step does, on this process's device."""
-    device = device_of(job)
-    with PLANS[job.plan](job, workload(job.model, job.scale, tiny=job.tiny)) as running:
-        found: dict[str, Any] = {"model": job.model, "plan": job.plan, "precision": job.precision}
-        found["returns_s"], found["seconds"] = timed(running.step, device, repeats)
-        assert running.compute is not None
-        found["alone_s"] = timed(running.compute, device, repeats)[1]
-        if device.type == "cuda":
-            found["waits"] = waits(running.step)
-            found |= captured(running.compute, device, repeats)  # last: a failed capture may spoil the stream
-        return found
+def row(job: Job, repeats: int) -> Row:
+    """Return what one plan's step does, on this process's device, or why it does nothing."""
+    device, found = device_of(job), {"model": job.model, "plan": job.plan, "precision": job.precision}
+    try:
+        with PLANS[job.plan](job, workload(job.model, job.scale, tiny=job.tiny)) as running:
+            assert running.compute is not None
+            returns_s, step_s = timed(running.step, device, repeats)
+            seconds = {"returns_s": returns_s, "seconds": step_s, "alone_s": timed(running.compute, device, repeats)[1]}
+            if device.type != "cuda":
+                return {**found, **seconds}
+            found_waits = waits(running.step)
+            graph = captured(running.compute, device, repeats)  # last: a failed capture may spoil the stream
+            return {**found, **seconds, "waits": found_waits, **graph}
+    except Exception as error:  # another row may work, and this one says why it did not
+        return {**found, "reason": reason(error)}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--folder", type=Path, default=RESULTS, help="folder of the result file")
-    parser.add_argument("--dry-run", action="store_true", help="tiny shapes on the CPU")
-    given = parser.parse_args()
-    if not given.dry_run and not torch.cuda.is_available():
-        raise SystemExit("no CUDA device here; --dry-run tries the command on the CPU")
+def rows(device: torch.device, repeats: int) -> Iterator[Row]:
+    """Yield a row for each model, precision and plan; of one model in a dry run."""
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.items():
         os.environ.setdefault(name, value)
-    rows: list[dict[str, Any]] = []
-    for model in MODELS[: 1 if given.dry_run else None]:
-        for precision in ("fp32", "bf16"):
-            for plan in ("one device", "ours"):
-                kind = "cpu" if given.dry_run else "cuda"
-                job = Job(model, plan, precision, kind, 1, 1, scale=SHARE, tiny=given.dry_run)
-                try:
-                    rows.append(row(job, 2 if given.dry_run else given.repeats))
-                except Exception as error:  # another row may work, and this one says why it did not
-                    rows.append({"model": model, "plan": plan, "precision": precision, "reason": reason(error)})
-                print(*(f"{key}={value}" for key, value in rows[-1].items()), flush=True)
-                if not given.dry_run:
-                    content = {"device": torch.cuda.get_device_name(0), "cuda": torch.version.cuda, "rows": rows}
-                    write("gpu_one_step", content, command="python -m benchmarks.gpu.one_step", folder=given.folder)
+    tiny = device.type == "cpu"
+    for model, precision, plan in product(MODELS[: 1 if tiny else None], ("fp32", "bf16"), ("one device", "ours")):
+        yield row(Job(model, plan, precision, device.type, 1, 1, scale=SHARE, tiny=tiny), repeats)
 
 
 if __name__ == "__main__":
-    main()
+    record("one_step", __doc__, rows, repeats=20)

@@ -28,13 +28,11 @@ import argparse
 import os
 import re
 import statistics
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -55,7 +53,7 @@ from autopart.passes.simulation.slices import SliceShares, slice_shares
 from autopart.passes.simulation.stage_costs import Estimator, counts_for, most_bytes
 from autopart.planning.derive.token_axis import asked_slices
 from benchmarks.shared.bench_models import MODELS
-from benchmarks.shared.common import recorded, spread, write
+from benchmarks.shared.common import nothing_kept, recorded, spread, write
 from benchmarks.shared.held import held_bytes
 
 
@@ -232,7 +230,7 @@ def predicted(pipe: autopart.Pipe, batch: Any) -> Timeline:
     for own in sorted({-(-rows // len(stage.ranks)) for stage in pipe.plan.stages}):
         captured = pipe.session.captures(flat, Size(own))
         dist.barrier()  # all ranks measure at once
-        with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, AUTOPART_CACHE=folder):
+        with nothing_kept():
             found = source(captured, pipe.cluster.devices[0])
         assert found.source != "analytic"
         whole = CostModel(found.graph, None, pipe.cluster.devices[:1]).graph(Size(own), 0)  # tells what W takes

@@ -14,13 +14,11 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
@@ -28,7 +26,7 @@ from torch import nn
 import autopart
 from autopart.costs.detect import detect
 from autopart.ir.cluster import Cluster, Device
-from benchmarks.shared.common import ratio, shape_of, spread, write
+from benchmarks.shared.common import nothing_kept, ratio, shape_of, spread, write
 from benchmarks.shared.quotas import enter, leave, parts_of_cores, why_not
 
 SHARES = ((1.0, 0.5, 0.25), (1.0, 0.4, 0.2, 0.2))
@@ -52,7 +50,7 @@ def planned(model: nn.Module, batch: Any, device: Device, shares: Sequence[float
 def forecast(model: nn.Module, batch: Any, planned: Planned) -> float:
     """Return the seconds of a simulated step, by costs that are measured now."""
     cluster, plan = planned
-    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, AUTOPART_CACHE=folder):
+    with nothing_kept():
         return autopart.simulate(plan, model, cluster, sample=batch, **OPTIONS).step_ns * 1e-9
 
 

@@ -9,10 +9,12 @@ import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from autopart.ir.plan import Plan
 
@@ -82,6 +84,13 @@ def _revision() -> str:
         )
         return found.stdout.strip() or "unknown"
     return "unknown"
+
+
+@contextlib.contextmanager
+def nothing_kept() -> Iterator[None]:
+    """Let autopart find no times that were measured before, and keep none."""
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, AUTOPART_CACHE=folder):
+        yield
 
 
 def recorded(name: str, part: str, folder: Path = RESULTS) -> dict[str, Any]:

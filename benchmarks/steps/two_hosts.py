@@ -13,18 +13,16 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import autopart
 from autopart.files.clusters import link_within_host, parse_cluster
 from autopart.ir.cluster import Cluster, Level, Link
-from benchmarks.planning.prediction import predicted
+from benchmarks.planning.prediction import predicted, timed_step
 from benchmarks.shared.bench_models import BenchModel, gpt2, tokens
 from benchmarks.shared.common import spread, write
 from benchmarks.shared.hosts import LATENCY_NS, PAYLOAD, leave, on_both, why_not
@@ -56,23 +54,19 @@ def on_rank(mbit: int, rounds: int) -> dict[str, Any]:
     checked = autopart.verify(case.model(), cluster, sample=case.batch(), costs="analytic", **options)
     batch = case.batch()
     with autopart.compile(case.model(), cluster, sample=batch, costs="measured", **options) as pipe:
-        seconds, forecasts = [], [predicted(pipe, batch).step_ns * 1e-9]
+        seconds, forecasts = [], [predicted(pipe, batch)]
         for number in range(2 + rounds):
-            pipe.zero_grad()
-            dist.barrier()
-            began = time.perf_counter()
-            pipe.step(batch)
-            dist.barrier()
+            taken_s = timed_step(pipe, batch)
             if number >= 2:
-                seconds.append(time.perf_counter() - began)
+                seconds.append(taken_s)
             if number == rounds // 2:
-                forecasts.append(predicted(pipe, batch).step_ns * 1e-9)
-        forecasts.append(predicted(pipe, batch).step_ns * 1e-9)
+                forecasts.append(predicted(pipe, batch))
+        forecasts.append(predicted(pipe, batch))
         stage_ranks = pipe.program.stage_ranks
         pipe.close(sync=False)
     return {
         "exact": checked.ok, "largest_gradient_error": checked.largest, "seconds": seconds,
-        "predicted": statistics.median(forecasts), "stage_ranks": stage_ranks,
+        "predicted": statistics.median(forecast.step_ns * 1e-9 for forecast in forecasts), "stage_ranks": stage_ranks,
     }  # fmt: skip
 
 

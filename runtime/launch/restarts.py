@@ -224,8 +224,14 @@ class _Generations:
 
 
 def _alike(error: AutopartError, other: AutopartError) -> bool:
-    """Return whether two errors are of the same type, and say the same of the same place."""
-    return (type(error), error.what, error.where) == (type(other), other.what, other.where)
+    """Return whether two errors are of the same type, and say the same of the same place, whichever rank said it: of
+    ranks that all meet an error, the first one's is raised."""
+    return (type(error), error.what, _place(error)) == (type(other), other.what, _place(other))
+
+
+def _place(error: AutopartError) -> str:
+    """Return where an error happened, without the rank that it happened on."""
+    return ", ".join(part for part in error.where.split(", ") if not part.startswith("rank "))
 
 
 def _pause(seconds: float, stop: StopSignals) -> None:

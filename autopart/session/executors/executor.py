@@ -177,7 +177,8 @@ class Executor:
         decision, graph = of_micros(self.decision, micros), self._graph
         if self._train:
             meeting = tuple(sorted(self._code.rewrites))
-            program = training_program(decision, graph, self._code.prologue, self._context.placement, meeting)
+            steady, placement = self.preparation.rule.steady, self._context.placement
+            program = training_program(decision, graph, self._code.prologue, placement, meeting, steady)
         else:
             program = evaluation_program(decision, graph)
         return program if self._world.carrier is None else check_messages(program, self._world.rank)

@@ -7,7 +7,7 @@ on the cores that compute; beside GPUs the main thread alone.  Processor time do
 for the others once a step, in the exchanges in which all agree, is the time on the clock that a step of one rank takes
 beyond its processor time, while the others have nothing to do but to take part in these exchanges.
 
-The least processor time of many steps counts, since other work on the machine only adds, and the median wait.  Wrong
+Medians of many steps count: what threads of messages cost varies from step to step, and a step has the mean.  Wrong
 where what is fixed here grows with the model (the number of its parameters, of values between stages), and for
 optimizers: to update many small parameters takes a host longer than their bytes say.
 """
@@ -55,22 +55,31 @@ def measured_host(cluster: Cluster) -> HostCosts:
         one, waited_ns = _spent(cluster, (0,), stages=1, replicas=1, micro_batches=1)
         many, _ = _spent(cluster, (0,), stages=1, replicas=1, micro_batches=MICROS)
         staged = replicated = None
+        summing_ns = 0.0
         if world > 1:
             staged, _ = _spent(cluster, (0, 1), stages=2, replicas=1, micro_batches=1)
-            replicated, _ = _spent(cluster, range(world), stages=1, replicas=world, micro_batches=1, zero=0)
+            replicated, summing_ns = _spent(cluster, range(world), stages=1, replicas=world, micro_batches=1, zero=0)
     finally:
         torch.set_num_threads(threads)
-    return host_costs(one, many, staged, replicated, world=world, waited_ns=waited_ns)
+    waits = Waits(waited_ns, max(0.0, summing_ns - waited_ns))
+    return host_costs(one, many, staged, replicated, world=world, waits=waits)
+
+
+class Waits(NamedTuple):
+    """Nanoseconds on the clock that a rank waits for others: once a step, and in the sum of one bucket."""
+
+    step_ns: float = 0.0
+    sum_ns: float = 0.0
 
 
 def host_costs(
-    one: float, many: float, staged: float | None, replicated: float | None, *, world: int, waited_ns: float
+    one: float, many: float, staged: float | None, replicated: float | None, *, world: int, waits: Waits
 ) -> HostCosts:
     """Return the costs that explain what ranks spend, each at least 0.
 
     one: nanoseconds of processor time that a step of one micro-batch takes on one rank, less those of its ops.  many:
     of `MICROS`.  staged: of one micro-batch in two stages.  replicated: of one, on all `world` ranks.  The last two are
-    None where there is one rank.  waited_ns: for other ranks, once a step.
+    None where there is one rank.
 
     m micro-batches on one rank take step + 2 m compute.  Two stages and one micro-batch take two steps, four computes
     and two messages with two ends each.  n replicas take n steps, 2 n computes, and n times the sum of one bucket.
@@ -81,8 +90,8 @@ def host_costs(
     if staged is not None:
         message = max(0.0, (staged - 2 * step - 4 * compute) / 4)
     if replicated is not None:
-        summed = max(0.0, replicated / world - step - 2 * compute)
-    return HostCosts(*(rounded(ns) if ns >= 1 else 0 for ns in (compute, message, summed, step + waited_ns)))
+        summed = max(0.0, replicated / world - step - 2 * compute) + waits.sum_ns
+    return HostCosts(*(rounded(ns) if ns >= 1 else 0 for ns in (compute, message, summed, step + waits.step_ns)))
 
 
 def _spent(cluster: Cluster, ranks: Sequence[int], **options: Any) -> tuple[float, float]:
@@ -116,7 +125,7 @@ def _plain_ns(rows: int, micros: int) -> float:
 
 
 class _Taken(NamedTuple):
-    """Nanoseconds of steps.  spent: the least processor time.  waited: the median of the other time on the clock."""
+    """Median nanoseconds of steps.  spent: processor time.  waited: the other time on the clock."""
 
     spent: float
     waited: float
@@ -133,7 +142,7 @@ def _taken(step: Callable[[], object], parameters: Sequence[nn.Parameter], clock
         if number >= _WARM_UPS:
             spent.append(clock() - began)
             waited.append(max(0, time.perf_counter_ns() - began_at - spent[-1]))
-    return _Taken(float(min(spent)), float(statistics.median(waited)))
+    return _Taken(float(statistics.median(spent)), float(statistics.median(waited)))
 
 
 _loss = nn.functional.mse_loss

@@ -239,7 +239,7 @@ class Play:
             if wire.ways:
                 start, end = self._occupy(wire, start)
             for user in users:
-                user.clock = end
+                user.clock = end + (self._host.sum_ns if wire.ways else 0)
                 began.setdefault(user.rank, start)
         return {lane.rank: began.get(lane.rank, lane.clock) for lane in lanes}
 

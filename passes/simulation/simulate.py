@@ -212,6 +212,12 @@ def _most_held(actions: Sequence[Action], work: Work) -> int:
     return most
 
 
+def _buckets(size_bytes: int, bucket_bytes: int) -> int:
+    """Return the number of buckets that gradients of so many bytes fill; the first one may be smaller."""
+    first = min(FIRST_BUCKET_BYTES, bucket_bytes)
+    return -(-size_bytes // first) if size_bytes <= first else 1 - (first - size_bytes) // bucket_bytes
+
+
 class _StepCode:
     """Translates computes, messages and what happens once a step into steps of workers.
 
@@ -238,7 +244,7 @@ class _StepCode:
                 size, load = work.reduce[stage]
                 meeting.first = min(1.0, min(FIRST_BUCKET_BYTES, work.bucket_bytes) / size) if size else 0.0
                 meeting.last_ns = load.alone_ns(min(size, work.bucket_bytes))
-                meeting.summing_ns = summing_ns[stage] + work.host.sum_ns * -(-size // work.bucket_bytes)
+                meeting.summing_ns = summing_ns[stage] + work.host.sum_ns * _buckets(size, work.bucket_bytes)
             self.meetings.append(meeting)
         self._channels: dict[tuple[int, int, Hashable], int] = {}
         self._times: list[dict[str, list[int]]] = []  # of the computes of each slice, by kind and stage

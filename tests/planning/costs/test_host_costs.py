@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.workers import Workers
 
-from autopart.cli.host_costs import MICROS, host_costs, measured_host
+from autopart.cli.host_costs import MICROS, Waits, host_costs, measured_host
 from autopart.files.clusters import cluster_to_yaml, parse_cluster
 from autopart.ir.cluster import Cluster, HostCosts, check
 from autopart.ir.errors import ClusterError
@@ -29,21 +29,21 @@ def test_costs_are_found_from_what_they_would_make_ranks_spend(
         staged=2 * step + 4 * compute + 4 * message,
         replicated=world * (step + 2 * compute + summed),
         world=world,
-        waited_ns=waited,
+        waits=Waits(waited, waited / 2),
     )
-    expected = (compute, message, summed, step + waited)
+    expected = (compute, message, summed + waited / 2, step + waited)
     for own, wanted in zip((found.compute_ns, found.message_ns, found.sum_ns, found.step_ns), expected, strict=True):
         assert own == pytest.approx(wanted, rel=0.01, abs=2)
 
 
 @given(*[st.floats(-1e9, 1e9)] * 4)
 def test_any_measurements_make_costs(one: float, many: float, staged: float, replicated: float) -> None:
-    spent = host_costs(one, many, staged, replicated, world=2, waited_ns=0)
+    spent = host_costs(one, many, staged, replicated, world=2, waits=Waits())
     check(Cluster(DEVICES.devices, DEVICES.levels, spent))
 
 
 def test_one_rank_has_no_messages_and_no_sums() -> None:
-    assert host_costs(1000, 16_000, None, None, world=1, waited_ns=0) == HostCosts(500, 0, 0, 0)
+    assert host_costs(1000, 16_000, None, None, world=1, waits=Waits()) == HostCosts(500, 0, 0, 0)
 
 
 def test_a_cluster_file_keeps_what_hosts_spend(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ part of the backward that the stage before waits for, and the whole backward of 
     step >= F of all stages  +  I of all stages behind its last one  +  M B of all its stages
     step >= F + I of all stages
 
-since it has nothing else to do before that micro-batch has come to its stage of lap l, or back to its last one.  To each
-of the first two may be added its optimizer step, and the sums of its gradients less one backward of one stage: sums
-follow the last compute of a rank, beside that compute (`play`).
+since it has nothing else to do before that micro-batch has come to its stage of lap l, or back to its last one.  To
+each of the first two may be added its optimizer step, and the sums of its gradients less one backward of one stage:
+sums follow the last compute of a rank, beside that compute (`play`).
 
 Every one of these is linear in which block stands where.  With prices that are 1 together, the step is at least the
 least of their weighted sum over all ways to cut the chain into kG stages, which a dynamic program finds: stage after

@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 
 from autopart.capture.trace.grouped_products import kernel_of
-from autopart.rng import keyed_rows
+from autopart.rng import in_order, keyed, keyed_rows, memory_order
 from autopart.runtime.stages.slice_functions import Rows
 from autopart.runtime.stages.stage_module import RecomputedGroup
 
@@ -137,7 +137,7 @@ def _copy(
 ) -> None:
     def read(arg: fx.Node) -> fx.Node:
         if (node, arg) not in adjusted:
-            return env[arg]
+            return laid_for(node, arg, env[arg])
         place, adjust = adjusted[node, arg]
         return graph.call_function(adjust, (env[arg], numbers[place]))
 
@@ -151,6 +151,18 @@ def _copy(
         draw_for_all(copy, drawn[node])
     copy.args = fx.node.map_aggregate(copy.args, moved)  # type: ignore[arg-type]
     copy.kwargs = fx.node.map_aggregate(copy.kwargs, moved)  # type: ignore[arg-type]
+
+
+def laid_for(node: fx.Node, arg: fx.Node, found: fx.Node) -> fx.Node:
+    """Return what a captured op reads; a random op reads it in the order in memory in which it was captured.
+
+    arg: a captured operand.  found: what holds it in the code."""
+    value = arg.meta.get("val")
+    if node.target is not keyed or arg.op == "placeholder" or not isinstance(value, torch.Tensor) or value.dim() < 2:
+        return found
+    laid = found.graph.call_function(in_order, (found, memory_order(value)))
+    laid.meta["val"] = value
+    return laid
 
 
 def draw_for_all(copy: fx.Node, rows: Rows) -> None:

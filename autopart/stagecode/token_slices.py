@@ -29,7 +29,7 @@ from autopart.runtime.stages.stage_module import StageModule, StageSlices
 from autopart.stagecode.rewrites import accumulate_in_place, draws_of
 from autopart.stagecode.slice_graph import SliceGraph, SliceNeeds
 from autopart.stagecode.split import ancestors, casts_of, cut
-from autopart.stagecode.stage_graph import draw_for_all, stage_graph
+from autopart.stagecode.stage_graph import draw_for_all, laid_for, stage_graph
 
 _aten = torch.ops.aten
 
@@ -348,7 +348,7 @@ class _Writer:
         def read(arg: fx.Node) -> fx.Node:
             want = next(reads)
             places.append(self._places(want))
-            return self._read(arg, want)
+            return laid_for(self._node, arg, self._read(arg, want))
 
         op, number, *args = self._node.args
         taken: Any = fx.node.map_arg((tuple(args), dict(self._node.kwargs)), read)

@@ -22,6 +22,11 @@ from xdist.scheduler import LoadScopeScheduling
 settings.register_profile("autopart", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("autopart")
 
+# Compiled code is kept beside the sources, as Python does by itself, whatever the environment says: each of the many
+# processes that tests start would compile all of it anew, a tenth of what the whole run takes of the processor.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 logging.getLogger("torch.__trace").addHandler = lambda handler: None  # type: ignore[method-assign]
 """pytest would add handlers, for which torch writes every graph of a capture as text."""
 
@@ -30,14 +35,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-golden", action="store_true", help="store the plans of this run as the golden plans")
 
 
+POOLS = 2
+"""How many of pytest's processes have pools of worker processes.  Those spend half of their time waiting for pools, so
+one with all files of pools would end long after the others; a third one would start more pools than it saves."""
+
+
 class FilesTogether(LoadScopeScheduling):  # type: ignore[misc]
-    """Gives each file to one of pytest's processes; by default all files that use pools of worker processes go to the
-    same one, where the pools of the session have loaded what they need and keep their captures.
+    """Gives each file to one of pytest's processes.  Files that use pools of worker processes go to the first `POOLS`
+    of them, before all other files: their pools have loaded what they need and keep their captures.
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        path = nodeid.split("::")[0]
-        return "pools" if self.config.option.markexpr == "not slow" and _uses_pools(path) else path
+        return nodeid.split("::")[0]
+
+    def _assign_work_unit(self, node: Any) -> None:
+        has_pools = node in self.nodes[:POOLS]
+        wanted = next((path for path in self.workqueue if _uses_pools(path) == has_pools), None)
+        if wanted is not None:
+            self.workqueue.move_to_end(wanted, last=False)
+        super()._assign_work_unit(node)
 
 
 @functools.cache

@@ -4,19 +4,21 @@ A model of 24 small layers is trained for some steps under four plans, and as it
 beyond plain torch is the host's: of one micro-batch and of many it tells the time of a compute and of a step, of two
 stages that of a message, of replicas that of a sum.  On CPUs the threads that carry messages count too, since they run
 on the cores that compute; beside GPUs the main thread alone.  Processor time does not count waiting; what a rank waits
-for the others once a step, in the exchange that ends it, is a message around the ring of all ranks.
+for the others once a step, in the exchanges in which all agree, is the time on the clock that a step of one rank takes
+beyond its processor time, while the others have nothing to do but to take part in these exchanges.
 
-The least of many steps counts, since other work on the machine only adds.  Wrong where what is fixed here grows with
-the model (the number of its parameters, of values between stages), and for optimizers: to update many small parameters
-takes a host longer than their bytes say.
+The least processor time of many steps counts, since other work on the machine only adds, and the median wait.  Wrong
+where what is fixed here grows with the model (the number of its parameters, of values between stages), and for
+optimizers: to update many small parameters takes a host longer than their bytes say.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -50,20 +52,19 @@ def measured_host(cluster: Cluster) -> HostCosts:
     threads, world = torch.get_num_threads(), cluster.world
     torch.set_num_threads(1)
     try:
-        one = _spent(cluster, (0,), stages=1, replicas=1, micro_batches=1)
-        many = _spent(cluster, (0,), stages=1, replicas=1, micro_batches=MICROS)
+        one, waited_ns = _spent(cluster, (0,), stages=1, replicas=1, micro_batches=1)
+        many, _ = _spent(cluster, (0,), stages=1, replicas=1, micro_batches=MICROS)
         staged = replicated = None
         if world > 1:
-            staged = _spent(cluster, (0, 1), stages=2, replicas=1, micro_batches=1)
-            replicated = _spent(cluster, range(world), stages=1, replicas=world, micro_batches=1, zero=0)
+            staged, _ = _spent(cluster, (0, 1), stages=2, replicas=1, micro_batches=1)
+            replicated, _ = _spent(cluster, range(world), stages=1, replicas=world, micro_batches=1, zero=0)
     finally:
         torch.set_num_threads(threads)
-    waited_ns = (world - 1) * cluster.levels[-1].link.latency_ns
     return host_costs(one, many, staged, replicated, world=world, waited_ns=waited_ns)
 
 
 def host_costs(
-    one: float, many: float, staged: float | None, replicated: float | None, *, world: int, waited_ns: int
+    one: float, many: float, staged: float | None, replicated: float | None, *, world: int, waited_ns: float
 ) -> HostCosts:
     """Return the costs that explain what ranks spend, each at least 0.
 
@@ -84,8 +85,9 @@ def host_costs(
     return HostCosts(*(rounded(ns) if ns >= 1 else 0 for ns in (compute, message, summed, step + waited_ns)))
 
 
-def _spent(cluster: Cluster, ranks: Sequence[int], **options: Any) -> float:
-    """Return the processor time that these ranks, which run stages, spend on a step besides its ops.  Collective.
+def _spent(cluster: Cluster, ranks: Sequence[int], **options: Any) -> tuple[float, float]:
+    """Return the processor time that these ranks, which run stages, spend on a step besides its ops, and what the first
+    of them waits in it, in nanoseconds.  Collective.
 
     All ranks run the ops at the same time; the fastest one counts.
     """
@@ -94,12 +96,12 @@ def _spent(cluster: Cluster, ranks: Sequence[int], **options: Any) -> float:
     batch = _batch(_ROWS)
     clock = time.process_time_ns if cluster.kind == "cpu" else time.thread_time_ns
     with Pipe(CaptureCache(_model(), _loss), replace(cluster, host=UNMEASURED), asked, batch) as pipe:
-        mine = _least_ns(lambda: pipe.step(batch), list(pipe.parameters()), clock)
+        mine = _taken(lambda: pipe.step(batch), list(pipe.parameters()), clock)
         ops = _plain_ns(_ROWS // (replicas * micros), micros)
-        found = pipe.session.world.gather_numbers([mine, ops])
+        found = pipe.session.world.gather_numbers([mine.spent, ops, mine.waited])
         pipe.close(sync=False)
     spent: float = sum(found[rank][0] for rank in ranks) - replicas * min(row[1] for row in found)
-    return spent
+    return spent, found[ranks[0]][2]
 
 
 def _plain_ns(rows: int, micros: int) -> float:
@@ -110,20 +112,28 @@ def _plain_ns(rows: int, micros: int) -> float:
         for _ in range(micros):
             torch.autograd.backward(_loss(model(given), wanted) / micros)
 
-    return _least_ns(step, list(model.parameters()), time.thread_time_ns)
+    return _taken(step, list(model.parameters()), time.thread_time_ns).spent
 
 
-def _least_ns(step: Callable[[], object], parameters: Sequence[nn.Parameter], clock: Callable[[], int]) -> float:
-    """Return the least nanoseconds of processor time for a step that begins without gradients."""
-    taken = []
+class _Taken(NamedTuple):
+    """Nanoseconds of steps.  spent: the least processor time.  waited: the median of the other time on the clock."""
+
+    spent: float
+    waited: float
+
+
+def _taken(step: Callable[[], object], parameters: Sequence[nn.Parameter], clock: Callable[[], int]) -> _Taken:
+    """Return what steps take that begin without gradients."""
+    spent, waited = [], []
     for number in range(_WARM_UPS + _STEPS):
         for parameter in parameters:
             parameter.grad = None
-        began = clock()
+        began, began_at = clock(), time.perf_counter_ns()
         step()
         if number >= _WARM_UPS:
-            taken.append(clock() - began)
-    return float(min(taken))
+            spent.append(clock() - began)
+            waited.append(max(0, time.perf_counter_ns() - began_at - spent[-1]))
+    return _Taken(float(min(spent)), float(statistics.median(waited)))
 
 
 _loss = nn.functional.mse_loss

@@ -262,4 +262,4 @@ def environment(device: Device) -> str:
     else:
         name = f"{platform.machine()} {platform.processor() or platform.node()} {torch.get_num_threads()} threads"
         name += ", products by oneDNN" * products.are_faster()
-    return f"torch {torch.__version__}, {name}"
+    return f"torch {torch.__version__}, {name}, code of stages"

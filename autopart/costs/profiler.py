@@ -1,10 +1,10 @@
 """Costs of ops measured inside the step: the captured program runs as it is, with a timer around each op.
 
 An op that is measured alone finds its operands in the cache and memory that was just freed.  Here one micro-batch runs
-forward op by op and backward node by node of autograd, gradients accumulating as in a step.  Then the program runs
-without timers, and the times are scaled by one factor for the forward and one for the backward, so that they add up to
-its time: the time of the engine and the allocator between ops is spread over the ops.  Equal ops of equal layers share
-their samples, so that a deep model needs few runs.
+forward op by op and backward node by node of autograd, and gradients are added to earlier ones as stages add them.
+Then the program runs without timers, and the times are scaled by one factor for the forward and one for the backward,
+so that they add up to its time: the time of the engine and the allocator between ops is spread over the ops.  Equal ops
+of equal layers share their samples, so that a deep model needs few runs.
 
 A measurement that another program disturbed shows, since the same program is measured twice, with timers and without:
 as long as the two disagree it is measured again, and where they never agree the plan has a note, and nothing is kept.
@@ -37,7 +37,8 @@ from autopart.files.caches import OpTimes, keep_times, read_times
 from autopart.ir.cluster import Device
 from autopart.ir.graph import Graph, Op
 from autopart.passes.ops.analytic_costs import analytic_costs
-from autopart.runtime.stages import products
+from autopart.runtime.stages import adding_products
+from autopart.runtime.stages.adding_products import is_weight, let_products_add
 
 _RUNS = 5
 """Most runs with timers and without that are made to have more samples, after one to warm up."""
@@ -63,9 +64,10 @@ def profile_costs(captured: Captured, device: Device) -> tuple[Graph, tuple[str,
     if len(times) < len(keys):
         can_run = affordable(graph, device, measure.BUDGET_S)
         found = _profiled(captured, torch.device(device.device_type)) if can_run else None
-        if found is None or not keys.keys() <= found.times.keys():
+        if found is None:
             return None
-        times, doubt = {name: found.times[name] for name in keys}, found.doubt
+        # A product that takes a weight transposed needs no op that transposes it.
+        times, doubt = {name: found.times.get(name, (1, 0)) for name in keys}, found.doubt
         if not doubt:
             keep_times(environment(device), {key: times[name] for name, key in keys.items()})
     ops = (replace(op, cost=replace(op.cost, fwd_ns=times[op.name][0], bwd_ns=times[op.name][1])) for op in graph.ops)
@@ -94,7 +96,7 @@ def _profiled(captured: Captured, where: torch.device) -> Profile | None:
         made = made_up_inputs(captured, where)
         inputs = [made[node.name] for node in captured.module.graph.find_nodes(op="placeholder")]
         loss_at = len(captured.names.updates)  # new values of buffers come first
-        program = Program(_on(captured.module, where), inputs, loss_at, where)
+        program = Program(_as_in_stages(captured, where), inputs, loss_at, where)
         return profile_code(program, measure.BUDGET_S, _alike(captured.graph))
     except Exception:  # an op may reject made-up inputs
         return None
@@ -209,18 +211,26 @@ class Program:
         return timed.forward, timed.backward
 
 
-def _on(module: fx.GraphModule, where: torch.device) -> fx.GraphModule:
-    """Return the module as it runs there: with `where` instead of the devices that were captured as constants, and with
-    the kernels that stages use.  O(nodes)."""
-    graph = copy.deepcopy(module.graph)
+def _as_in_stages(captured: Captured, where: torch.device) -> fx.GraphModule:
+    """Return the program as stages run it there: with `where` instead of the devices that were captured as constants,
+    with their kernels, and with products that add the gradients of large weights themselves.  O(nodes)."""
+    graph = copy.deepcopy(captured.module.graph)
     for node in graph.nodes:
         if node.op == "call_function":
-            node.target = products.kernel_of(kernel_of(node.target), node.kwargs)
+            node.target = kernel_of(node.target)
         args, kwargs = fx.node.map_aggregate(
             (node.args, node.kwargs), lambda arg: where if isinstance(arg, torch.device) else arg
         )
         node.args, node.kwargs = args, kwargs
-    return fx.GraphModule(module, graph)
+    tensors, names = captured.names.tensors, captured.names.params
+    weights = {
+        node
+        for node in graph.find_nodes(op="placeholder")
+        if node.name in names and is_weight(tensors[names[node.name]], adding_products.LEAST_ELEMENTS)
+    }
+    module = fx.GraphModule(captured.module, graph)
+    let_products_add(module, weights)
+    return module
 
 
 class _TimedRun(fx.Interpreter):

@@ -22,6 +22,7 @@ from autopart.ir.graph import Cost, Graph, check_cost
 from autopart.passes.ops.analytic_costs import analytic_costs
 from autopart.passes.ops.casts import without_casts
 from autopart.passes.ops.cost_model import CostModel
+from autopart.runtime.heap import keep_freed_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ def analytic(captured: Captured, device: Device) -> CostedGraph:
 
 def measured(captured: Captured, device: Device) -> CostedGraph:
     """Measure times on this machine: in the running program if it can be run, else each op alone."""
+    keep_freed_memory()  # as ranks do
     graph, notes = profile_costs(captured, device) or measure_costs(captured, device)
     return CostedGraph(without_casts(graph), "measured", notes)
 

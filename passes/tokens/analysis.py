@@ -91,13 +91,21 @@ class _Analysis:
         if output in self._refused:
             return self._refused[output]
         if graph.updates:
-            buffer, value = graph.updates[0]
+            buffer, value = self._changed()
             return _refusal(model.writer[value], f"it changes buffer {buffer}, once for every slice")
         if not model.form(output).partial:
             return _refusal(model.writer[output], "the loss does not add up over the tokens")
         ops, reach = _limit_windows(self._graph, self._ops, self._chain, self._causality.reach_of)
         guards = tuple(self._causality.checks.values())
         return Recipe(self._model.tokens, frozenset(self._prologue), ops, self._chain, guards, reach)
+
+    def _changed(self) -> tuple[str, str]:
+        """Return the (buffer, new value) to name: the first that depends on the batch, else the first, a counter."""
+        moving = set(self._graph.inputs)
+        for op in self._graph.ops:
+            if not moving.isdisjoint(op.reads):
+                moving.update(op.writes)
+        return min(self._graph.updates, key=lambda update: update[1] not in moving)
 
     def _see(self, op: Op) -> None:
         model = self._model

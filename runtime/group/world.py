@@ -25,6 +25,7 @@ from autopart.runtime.group.carriers import CARRIERS, NcclCarrier
 from autopart.runtime.group.reduction import TOGETHER, Tree, begin_together
 from autopart.runtime.group.rendezvous import UNWATCHED
 from autopart.runtime.group.shared_group import break_group, default_timeout_s, shared_group
+from autopart.runtime.heap import give_back, keep_freed_memory
 from autopart.runtime.watch.progress import show_progress
 from autopart.runtime.watch.stop_signals import stop_signals
 
@@ -87,6 +88,8 @@ class World:
             self._join(size, timeout_s)
         try:
             self.device = device_of(kind, self.rank)
+            if self.device.type == "cpu":
+                keep_freed_memory()
             if self.transport in CARRIERS and self.size > 1:
                 pair_group = lambda low, high: self._own_group("messages", (low, high), NCCL)  # noqa: E731
                 self.carrier = CARRIERS[self.transport](self.rank, self.device, pair_group)
@@ -120,6 +123,7 @@ class World:
         if self._catching:
             self._catching = False
             stop_signals.leave()
+        give_back()
         if self._lease is None:
             return
         if self._tree is not None:

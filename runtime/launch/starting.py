@@ -23,6 +23,7 @@ import torch
 
 from autopart.launcher import DEVICES_VARIABLE, Living
 from autopart.runtime.activity import SharedStatus
+from autopart.runtime.heap import HUGE_PAGES
 from autopart.runtime.launch import worker
 from autopart.runtime.launch.worker import PARENT_VARIABLE
 
@@ -58,7 +59,7 @@ def forked(rank: int, env: Mapping[str, str], more: Sequence[str] = ()) -> Membe
         return spawned(rank, env)
     forkserver.set_forkserver_preload([*more, "autopart.runtime.launch.template"])
     server = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), "PYTHONSAFEPATH": "1"}
-    server |= {name: env[name] for name in env if name == "OMP_NUM_THREADS"}  # read when libraries are loaded
+    server |= {name: env[name] for name in env if name in ("OMP_NUM_THREADS", *HUGE_PAGES)}  # read by libraries
     if threading.current_thread() is threading.main_thread():
         server[TIED_VARIABLE] = str(os.getpid())
     try:
@@ -127,6 +128,7 @@ def local_env(rank: int, world: int, living: Living | None) -> dict[str, str]:
     defaults = {
         "OMP_NUM_THREADS": str(max(1, cores // world)),
         "GLOO_SOCKET_IFNAME": "lo" if os.uname().sysname == "Linux" else "lo0",
+        **HUGE_PAGES,
     }
     return {name: value for name, value in defaults.items() if name not in os.environ} | {
         "RANK": str(rank),

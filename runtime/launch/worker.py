@@ -25,7 +25,7 @@ from typing import Any
 
 from autopart.ir.errors import AutopartError, UsageError
 from autopart.runtime.activity import NOBODY, SharedStatus, leave, publish_to, set_activity
-from autopart.runtime.effects import is_effect
+from autopart.runtime.watch.effects import is_effect
 
 READY = "ready"
 PARENT_VARIABLE = "AUTOPART_PARENT"

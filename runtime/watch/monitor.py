@@ -24,7 +24,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from autopart.ir.errors import AutopartError, WorkerError
 from autopart.runtime import activity
 from autopart.runtime.activity import AWAY, EVERYONE, JOINING, NOBODY, PATIENT
-from autopart.runtime.effects import first_line, is_effect
+from autopart.runtime.watch.effects import first_line, is_effect
 from autopart.runtime.watch.heart import STORE_S, Heart
 from autopart.runtime.watch.processes import (
     STOPPED_S,

@@ -3,6 +3,6 @@
 In tests, products with weights of any size add their gradients in place, also in worker processes, which import this.
 """
 
-from autopart.stagecode import rewrites
+from autopart.runtime.stages import adding_products
 
-rewrites.LEAST_ELEMENTS = 0
+adding_products.LEAST_ELEMENTS = 0

@@ -136,7 +136,7 @@ def parts_of(file: str) -> list[str]:
 
 def run(part: str) -> tuple[str, bool]:
     """Run one part; return its row of the table, and whether it passed."""
-    command = [sys.executable, "-m", "pytest", "-m", "slow", *(f"tests/{place}" for place in PARTS[part])]
+    command = [sys.executable, "-m", "pytest", "-n", "2", "-m", "slow", *(f"tests/{place}" for place in PARTS[part])]
     began = time.monotonic()
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     minutes = (time.monotonic() - began) / 60

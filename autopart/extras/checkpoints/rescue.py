@@ -39,7 +39,7 @@ from autopart.files.storage import write_whole
 from autopart.ir.errors import CheckpointError
 from autopart.launcher import rescue_folder, restart_count
 from autopart.runtime.activity import KEEPING, NOTHING, READY_TO_KEEP, current
-from autopart.runtime.effects import first_line, is_effect
+from autopart.runtime.watch.effects import first_line, is_effect
 from autopart.session.ranks.call_sync import STEP_FAILED
 from autopart.session.ranks.listener import Listener
 from autopart.session.session import Session

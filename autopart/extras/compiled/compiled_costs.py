@@ -28,8 +28,8 @@ from autopart.ir.graph import Graph
 from autopart.ir.plan import Stage
 from autopart.passes.ops.analytic_costs import analytic_costs
 from autopart.passes.ops.casts import without_casts
-from autopart.runtime.effects import first_line
 from autopart.runtime.stages.compiled_segment import CompiledSegment
+from autopart.runtime.watch.effects import first_line
 from autopart.stagecode.split import stage_module
 from autopart.stagecode.stage_code import specs_of
 

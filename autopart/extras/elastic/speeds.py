@@ -4,6 +4,9 @@ Assumes that the plan's times are right up to a factor that all ranks share; so 
 Where all ranks are about as fast as planned at first, what is left is the error of the plan's costs of each stage, and
 from then on ranks are judged relative to those first steps.  Wrong where a plan's costs are far wrong for one stage
 alone: that stage is taken for slow, by the same factor, and a new plan gives it less, which is right too.
+
+What the host does for each compute besides its ops is in no plan's times, and all there is of a tiny stage: differences
+that it explains are not counted.
 """
 
 from __future__ import annotations
@@ -11,9 +14,9 @@ from __future__ import annotations
 import logging
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from autopart.ir.cluster import Cluster, Device
+from autopart.ir.cluster import DEVICE_KINDS, Cluster, Device
 from autopart.ir.plan import Plan
 from autopart.ir.shares import Division
 from autopart.session.executors.step_end import StepEnd
@@ -36,6 +39,7 @@ class Speeds(Part, Listener):
         super().__init__(core)
         self._before: Sequence[float] = ()  # what was judged before the plan that is being made
         self._planned: tuple[float, ...] = ()
+        self._beside: tuple[float, ...] = ()  # nanoseconds of a step that the host may take besides the ops
         self._known: tuple[float, ...] = ()
         self._judged: tuple[float, ...] = ()
         self._usual: tuple[float, ...] = ()
@@ -56,6 +60,7 @@ class Speeds(Part, Listener):
     def follow(self, plan: Plan, cluster: Cluster, known: Sequence[float] = ()) -> None:
         """Begin again under a plan for a cluster.  known: how slow the plan takes each rank for; () for 1 each."""
         self._planned, self._shards = planned_ns(plan, cluster), plan.decision.shards
+        self._beside = beside_ns(plan, cluster)
         self._known = self._judged = tuple(known) or (1.0,) * cluster.world
         self._usual = ()
         self._restart()
@@ -88,7 +93,8 @@ class Speeds(Part, Listener):
         self._rows.append(end.computed_ns)
         found = self.stragglers()
         if not found and not self._usual and len(self._rows) == WINDOW:
-            self._usual = tuple(slow / judged for slow, judged in zip(self.slowness(), self._judged, strict=True))
+            measured = self._measured(list(self._rows)[-RECENT:])
+            self._usual = tuple(slow / judged for slow, judged in zip(measured, self._judged, strict=True))
         new = frozenset(found) - self._told
         self._told = self._told | new
         for rank in sorted(new):
@@ -113,14 +119,22 @@ class Speeds(Part, Listener):
             return {}
         limit = CHANGED if self._usual else SLOW
         found = {}
-        for rank, (slow, lately) in enumerate(zip(self._slowness(self._rows), self.slowness(), strict=True)):
+        for rank, (slow, lately) in enumerate(zip(self._slowness(list(self._rows)), self.slowness(), strict=True)):
             changes = [each / self._judged[rank] for each in (slow, lately)]
             if min(changes) >= limit or max(changes) <= 1 / limit:
                 found[rank] = lately
         return found
 
-    def _slowness(self, rows: Iterable[Sequence[float]]) -> tuple[float, ...]:
-        """Return how slow each rank was in these steps."""
+    def _slowness(self, rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
+        """Return how slow each rank was in these steps; as judged where the host alone may make the difference."""
+        found = []
+        for rank, slow in enumerate(self._measured(rows)):
+            judged, took = self._judged[rank], statistics.median_low(row[rank] for row in rows)
+            found.append(slow if abs(1 - judged / slow) * took > self._beside[rank] else judged)
+        return tuple(found)
+
+    def _measured(self, rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
+        """Return how many times as long as planned each rank took in these steps, relative to the middle one."""
         working = [rank for rank, planned in enumerate(self._planned) if planned > 0]
         medians = [statistics.median_low(column) for column in zip(*rows, strict=True)]
         if len(working) < 2 or not all(medians[rank] > 0 for rank in working):
@@ -141,6 +155,16 @@ def planned_ns(plan: Plan, cluster: Cluster) -> tuple[float, ...]:
         parts = _parts(stage.division, [cluster.devices[rank] for rank in stage.ranks])
         for rank, part in zip(stage.ranks, parts, strict=True):
             found[rank] += (estimate.fwd_ns + estimate.bwd_ns) * part * len(plan.micro_rows) / stage.division.period
+    return tuple(found)
+
+
+def beside_ns(plan: Plan, cluster: Cluster) -> tuple[float, ...]:
+    """Return the nanoseconds that the hosts may take for the computes of a step besides their ops, by rank."""
+    found = [0.0] * cluster.world
+    for stage in plan.stages:
+        computes = 2 * plan.decision.slices * len(plan.micro_rows) / stage.division.period
+        for rank in stage.ranks:
+            found[rank] += computes * DEVICE_KINDS[cluster.kind].compute_ns
     return tuple(found)
 
 

@@ -1,4 +1,5 @@
-"""What other trainers have words for in a plan: whole layers on stages, equal replicas, micro-batches, recomputation.
+"""What other trainers have words for in a plan: whole layers on stages, equal replicas, ranks that compute together,
+micro-batches, recomputation.
 
 What a plan has besides is listed in `unsaid`, each with what stands there instead.  A plan that nothing there is near,
 such as one with unlike numbers of replicas, is refused.
@@ -11,6 +12,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from itertools import pairwise
 
+from autopart.ir.decision import Stage
 from autopart.ir.errors import UsageError
 from autopart.ir.graph import Graph, stage_modules
 from autopart.ir.plan import Plan
@@ -23,9 +25,11 @@ class Facts:
     """A plan as other trainers see it.
 
     stack: path of the list of layers.  layers: numbers of those on each stage; again: those of them that run again in
-    the backward.  modules: paths of all modules of each stage.  pipeline: ranks of a pipeline; chunks: stages of each;
-    replicas: of each stage.  micro_rows: of a micro-batch on one rank.  loop: whether stage i is on rank i modulo the
-    pipeline.  apart: whether the replicas of a stage are a pipeline's length apart.  unsaid: what has no word.
+    the backward.  modules: paths of all modules of each stage.  pipeline: groups of ranks of a pipeline; chunks: stages
+    of each; replicas: of each stage; shards: ranks of a group, next to each other, which compute parts of the same rows
+    (tensor parallelism), 1 for none.  micro_rows: of a micro-batch on one group.  loop: whether stage i is on group i
+    modulo the pipeline.  apart: whether the replicas of a stage are a pipeline's length apart.  unsaid: what has no
+    word.
     """
 
     stack: str
@@ -35,6 +39,7 @@ class Facts:
     pipeline: int
     chunks: int
     replicas: int
+    shards: int
     micro_rows: int
     loop: bool
     apart: bool
@@ -43,12 +48,8 @@ class Facts:
 
 def facts_of(plan: Plan, graph: Graph) -> Facts:
     """Return what others have words for.  graph: the captured graph of the plan.  Raises UsageError.  O(ops)."""
-    if plan.decision.shards > 1:
-        raise UsageError(
-            "plans with tensor parallelism are not written in other trainers' words yet",
-            fix="plan with tensor_parallel=1",
-        )
-    groups = [tuple(sorted(stage.ranks)) for stage in plan.stages]
+    shards, unsaid = plan.decision.shards, list[str]()
+    groups = [_groups(stage) for stage in plan.stages]
     counts, widths = Counter(groups), sorted({len(group) for group in groups})
     if len(widths) > 1 or len(set(counts.values())) > 1:
         raise UsageError(
@@ -58,13 +59,14 @@ def facts_of(plan: Plan, graph: Graph) -> Facts:
             else "its ranks run unlike numbers of stages",
             fix="plan with replicas=N, and stages=N or stages_per_rank=N",
         )
-    unsaid: list[str] = []
     pipeline, replicas = len(counts), widths[0]
     loop, apart = all(group == groups[i % pipeline] for i, group in enumerate(groups)), False
     beside = [tuple(range(first, first + replicas)) for first in range(0, pipeline * replicas, replicas)]
     if groups[:pipeline] != beside:
         apart = groups[:pipeline] == [tuple(range(w, pipeline * replicas, pipeline)) for w in range(pipeline)]
         unsaid += [] if apart else ["which rank runs which stage: the trainer numbers them"]
+    if shards > 1:
+        unsaid.append(f"how {shards} ranks divide the ops of a stage: the trainer has rules of its own")
     if plan.decision.token_slices:
         unsaid.append(f"{plan.decision.slices} slices of sequences: sequences are whole")
     stack, layers, again = _layers(plan, graph, unsaid)
@@ -72,8 +74,23 @@ def facts_of(plan: Plan, graph: Graph) -> Facts:
     outer = tuple(tuple(p for p in own if not any(q.startswith(f"{p}.") for q in own)) for own in modules)
     micro_rows = _rows(plan, replicas, unsaid)
     return Facts(
-        stack, layers, again, outer, pipeline, len(groups) // pipeline, replicas, micro_rows, loop, apart, tuple(unsaid)
-    )
+        stack, layers, again, outer, pipeline, len(groups) // pipeline, replicas, shards, micro_rows, loop, apart,
+        tuple(unsaid),
+    )  # fmt: skip
+
+
+def _groups(stage: Stage) -> tuple[int, ...]:
+    """Return the groups of ranks that run a stage, ascending.
+
+    Of n ranks that compute together, ranks i * n to i * n + n - 1 are group i; of others, which trainers do not have,
+    the number is below 0.
+    """
+    found, shards = list[int](), stage.shards
+    for first in range(0, len(stage.ranks), shards):
+        own = sorted(stage.ranks[first : first + shards])
+        beside = own == list(range(own[0], own[0] + shards)) and own[0] % shards == 0
+        found.append(own[0] // shards if beside else -1 - own[0])
+    return tuple(sorted(found))
 
 
 def _rows(plan: Plan, replicas: int, unsaid: list[str]) -> int:

@@ -63,7 +63,7 @@ def _megatron_words(plan: Plan, graph: Graph, facts: Facts) -> dict[str, Any]:
     counts = max(map(len, facts.again))
     layout = {"pipeline_model_parallel_layout": layout_text(facts.layers)} if len(facts.layers) > 1 else {}
     return {
-        "tensor_model_parallel_size": 1,
+        "tensor_model_parallel_size": facts.shards,
         "pipeline_model_parallel_size": facts.pipeline,
         **layout,
         "micro_batch_size": facts.micro_rows,
@@ -115,7 +115,7 @@ def _torchtitan(plan: Plan, graph: Graph, facts: Facts, unsaid: list[str]) -> It
         unsaid.append(f"{again} of {every} layers that run again: all do")
     if plan.decision.zero:
         unsaid.append("sharing the optimizer's state alone: raise data_parallel_shard_degree, which shares weights too")
-    yield "[parallelism]\ntensor_parallel_degree = 1\ndata_parallel_shard_degree = 1"
+    yield f"[parallelism]\ntensor_parallel_degree = {facts.shards}\ndata_parallel_shard_degree = 1"
     yield f"data_parallel_replicate_degree = {facts.replicas}\npipeline_parallel_degree = {facts.pipeline}"
     if facts.pipeline > 1:
         named = _TITAN.get(plan.schedule) if facts.loop else None

@@ -176,8 +176,8 @@ class Executor:
         """Return the verified program for this number of micro-batches."""
         decision, graph = of_micros(self.decision, micros), self._graph
         if self._train:
-            meeting = tuple(sorted(self._code.rewrites))
-            program = training_program(decision, graph, self._code.prologue, self._context.placement, meeting)
+            code, placement, steady = self._code, self._context.placement, self.preparation.rule.steady
+            program = training_program(decision, graph, code.prologue, placement, tuple(sorted(code.rewrites)), steady)
         else:
             program = evaluation_program(decision, graph)
         return program if self._world.carrier is None else check_messages(program, self._world.rank)

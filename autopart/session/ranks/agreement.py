@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from autopart.ir.errors import AutopartError, PlanError, UsageError, WorkerError
-from autopart.runtime.effects import first_line
 from autopart.runtime.group.world import World
+from autopart.runtime.watch.effects import first_line
 
 T = TypeVar("T")
 _Told = AutopartError | tuple[str, str]

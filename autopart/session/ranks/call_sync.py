@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from autopart.ir.errors import BatchError, RunError, UsageError
 from autopart.runtime.activity import set_activity
-from autopart.runtime.effects import first_line
 from autopart.runtime.group.world import World
+from autopart.runtime.watch.effects import first_line
 from autopart.session.ranks.agreement import raise_first
 from autopart.session.ranks.listener import Listener
 

@@ -20,8 +20,8 @@ from autopart.capture import Captured
 from autopart.ir.errors import BatchError, RefusedError, UsageError
 from autopart.ir.plan import Decision
 from autopart.ir.shares import Division, parts
-from autopart.runtime.effects import first_line
 from autopart.runtime.group.world import World
+from autopart.runtime.watch.effects import first_line
 from autopart.session.ranks.agreement import from_rank, together
 from autopart.session.ranks.call_sync import digest_of
 from autopart.session.step.parts import fitting_cut, micro_cut

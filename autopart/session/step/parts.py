@@ -116,25 +116,32 @@ def warn_of_other_batches(world: World, batch: Batch | None, needing: Sequence[i
 
 
 def training_program(
-    decision: Decision, graph: Graph, prologue: Collection[str], placement: Placement, statistics: tuple[int, ...]
+    decision: Decision,
+    graph: Graph,
+    prologue: Collection[str],
+    placement: Placement,
+    statistics: tuple[int, ...],
+    steady: Collection[str],
 ) -> Program:
     """Return the verified program of a training step.  prologue: as for `routing.route`.  placement: of the plan.
-    statistics: stages whose replicas share batch statistics.  Raises ProgramError, and RefusedError
-    (`require_buffers_in_order`)."""
+    statistics: stages whose replicas share batch statistics.  steady: buffers that a step updates once.  Raises
+    ProgramError, and RefusedError (`require_buffers_in_order`)."""
     sharing = {each.stage for each in placement.sharing}
     routed, parted = route(decision, graph, prologue, sharing, placement.tied), tuple(placement.cuts)
     program = replace(routed, statistics=statistics, parted=parted)
     check_program(program, decision.schedule)
-    require_buffers_in_order(program, decision, graph)
+    require_buffers_in_order(program, decision, graph, steady)
     return program
 
 
-def require_buffers_in_order(program: Program, decision: Decision, graph: Graph) -> None:
+def require_buffers_in_order(program: Program, decision: Decision, graph: Graph, steady: Collection[str]) -> None:
     """Raise RefusedError if a rank of a stage that updates buffers does not run its micro-batches in order.
 
-    O(computes).
+    steady: buffers that a step updates once, which are named where a stage has no others (a runner knows by the order
+    when a step ends, so they need it too).  O(computes).
     """
-    updating = {s: own for s, stage in enumerate(decision.stages) if (own := own_updates(graph, set(stage.ops)))}
+    own = {s: own_updates(graph, set(stage.ops)) for s, stage in enumerate(decision.stages)}
+    updating = {s: min(names, key=lambda name: name in steady) for s, names in own.items() if names}
     last: dict[tuple[int, int], Slot] = {}
     for action in program.order if updating else ():
         slot = action.slot
@@ -144,7 +151,7 @@ def require_buffers_in_order(program: Program, decision: Decision, graph: Graph)
         if slot < last.setdefault(rank, slot):
             raise RefusedError(
                 f"schedule {decision.schedule} runs micro-batch {slot.micro} behind {last[rank].micro}",
-                where=f"stage {slot.stage}, which updates buffer {updating[slot.stage][0]}",
+                where=f"stage {slot.stage}, which updates buffer {updating[slot.stage]}",
                 why="each micro-batch sees the buffers that the one before it left, as in one process",
                 fix="use a schedule whose forwards run in order on every stage",
             )

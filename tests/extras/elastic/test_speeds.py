@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,7 +15,8 @@ from autopart.ir.decision import Decision, Stage
 from autopart.ir.plan import Estimate, Outlook, Plan, Provenance
 from autopart.passes.shards.costs import group_sizes
 
-ESTIMATE = Estimate(10, 20, *[0] * 7)
+MS = 10**6
+ESTIMATE = Estimate(10 * MS, 20 * MS, *[0] * 7)
 
 
 def cluster(*rates: int) -> Cluster:
@@ -22,16 +24,16 @@ def cluster(*rates: int) -> Cluster:
     return Cluster(devices, (Level(len(rates), Link(1, 10**9)),))
 
 
-def plan(*stages: Stage, micros: int = 4) -> Plan:
-    outlook = Outlook(estimates=(ESTIMATE,) * len(stages))
+def plan(*stages: Stage, micros: int = 4, estimates: Sequence[Estimate] = ()) -> Plan:
+    outlook = Outlook(estimates=tuple(estimates) or (ESTIMATE,) * len(stages))
     return Plan(
         Provenance("", "", ""), Decision(stages=stages, world=5, micro_rows=(1,) * micros, schedule="1f1b"), outlook
     )
 
 
-def noting(speeds: Speeds, *computed_ns: float, steps: int = SKIPPED + WINDOW) -> Speeds:
+def noting(speeds: Speeds, *computed_ms: float, steps: int = SKIPPED + WINDOW) -> Speeds:
     for _ in range(steps):
-        speeds.step_ended(SimpleNamespace(computed_ns=computed_ns))
+        speeds.step_ended(SimpleNamespace(computed_ns=[ms * MS for ms in computed_ms]))
     return speeds
 
 
@@ -50,7 +52,7 @@ def test_planned_times_follow_shares_and_speeds() -> None:
     uneven = Stage(("a",), (0, 1), shares=(2, 1))
     turns = Stage(("b",), (2, 3), policy="turn")
     planned = planned_ns(plan(uneven, turns), cluster(200, 100, 100, 50, 1))
-    assert planned == (4 * 30, 4 * 30, 2 * 15, 2 * 30, 0.0)
+    assert planned == (4 * 30 * MS, 4 * 30 * MS, 2 * 15 * MS, 2 * 30 * MS, 0.0)
     assert planned_ns(replace(plan(uneven), outlook=Outlook()), cluster(1, 1)) == (0.0, 0.0)
 
 
@@ -64,6 +66,18 @@ def test_a_rank_that_takes_three_times_as_long_is_named_once(caplog: pytest.LogC
 
 def test_a_plan_that_is_wrong_by_one_factor_names_nobody() -> None:
     assert noting(following(1, 1, 1), 10**6, 10**6, 10**6).stragglers() == {}
+
+
+def test_what_the_host_does_beside_the_ops_of_a_tiny_stage_names_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    """Times of one op and of 26, on an idle machine: the first is too short to tell how fast its device is."""
+    speeds = measured_on(1, 1)
+    estimates = [replace(ESTIMATE, fwd_ns=fwd, bwd_ns=bwd) for fwd, bwd in ((8_135, 6_475), (111_282, 144_384))]
+    speeds.brought_up(plan(Stage(("a",), (0,)), Stage(("b",), (1,)), micros=1, estimates=estimates))
+    with caplog.at_level(logging.INFO, "autopart"):
+        assert noting(speeds, 0.176, 0.667).slowness() == (1.0, 1.0)
+        assert noting(speeds, 0.300, 0.667).slowness() == (1.0, 1.0)  # another rank's work on the same core
+        assert speeds.stragglers() == {} and not caplog.records
+        assert noting(speeds, 0.176, 30).stragglers() == {1: pytest.approx(45, rel=0.1)}
 
 
 def test_a_single_late_step_names_nobody() -> None:

@@ -282,3 +282,26 @@ def test_losses_add_up(name):
 def test_losses_that_do_not_add_up_are_refused(name):
     refusal = analysed(Model(CAUSAL["is_causal"], loss=LOSS_LEAKS[name]), token_batch()).recipe
     assert isinstance(refusal, RefusedError)
+
+
+class Counted(Model):
+    """Counts its steps, and averages what it sees, in this order."""
+
+    def __init__(self, averages: bool) -> None:
+        super().__init__(CAUSAL["is_causal"])
+        self.averages = averages
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self.register_buffer("average", torch.zeros(8))
+
+    def forward(self, ids, labels, mask=None):
+        self.steps += 1
+        if self.averages:
+            self.average.lerp_(self.embedding(ids).detach().mean((0, 1)), 0.1)
+        return super().forward(ids, labels, mask)
+
+
+@pytest.mark.parametrize("averages", [True, False])
+def test_a_changed_buffer_is_refused_by_the_name_of_one_that_depends_on_the_batch(averages):
+    refusal = analysed(Counted(averages), token_batch()).recipe
+    assert isinstance(refusal, RefusedError)
+    assert f"it changes buffer {'average' if averages else 'steps'}," in refusal.why

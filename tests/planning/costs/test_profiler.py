@@ -155,7 +155,7 @@ def test_a_model_that_stands_elsewhere_runs_on_the_device_that_is_measured() -> 
     assert any(isinstance(x, torch.device) for node in captured.module.graph.nodes for x in node.kwargs.values())
     where = torch.device("meta")  # nothing of the CPU can be computed with there
     inputs = [n.meta["val"].to(where) for n in captured.module.graph.nodes if n.op == "placeholder"]
-    assert [result.device for result in profiler._on(captured.module, where)(*inputs)] == [where]
+    assert [result.device for result in profiler._as_in_stages(captured, where)(*inputs)] == [where]
 
 
 def test_a_disturbed_measurement_is_taken_again_and_one_that_stays_disturbed_is_noted(

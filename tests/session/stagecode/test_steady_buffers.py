@@ -8,10 +8,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from support.extending.own_orders import OWN
 from torch import nn
 from torch.nn import functional as F
 
 import autopart
+from autopart.ir.errors import RefusedError
 
 
 class Net(nn.Module):
@@ -84,13 +86,16 @@ def counted_by_batch(net: Net, h: torch.Tensor) -> torch.Tensor:
 ONCE = (counter, assigned, read, of_weights, of_another, spectral, rows, rows_of_a_constant)
 
 
-def trained(changes: list[Callable[[Net, torch.Tensor], torch.Tensor]], micros: int) -> tuple[autopart.Plan, list[str]]:
+def trained(
+    changes: list[Callable[[Net, torch.Tensor], torch.Tensor]], micros: int, schedule: str = "auto"
+) -> tuple[autopart.Plan, list[str]]:
     """Train three steps beside torch; return the plan, and the buffers that differ."""
     torch.manual_seed(0)
     model = Net(*changes).double()
     reference = copy.deepcopy(model)
     batches = [(torch.randn(8, 6).double(), torch.randn(8).double()) for _ in range(3)]
-    with autopart.compile(model, "cpu:1", sample=batches[0], micro_batches=micros, costs="analytic") as pipe:
+    asked = {"sample": batches[0], "micro_batches": micros, "schedule": schedule, "costs": "analytic"}
+    with autopart.compile(model, "cpu:1", **asked) as pipe:
         ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (pipe, reference))
         for batch in batches:
             ours.zero_grad(), theirs.zero_grad()
@@ -126,3 +131,13 @@ def test_statistics_of_norms_count_steps() -> None:
     plan, differing = trained([lambda net, h: (net.norm(h.detach()), h)[1]], 4)
     assert differing == ["norm.running_mean", "norm.running_var"]
     assert not any("buffer norm" in note for note in plan.outlook.notes)
+
+
+@pytest.mark.parametrize(("changes", "named"), [([counter], "a"), ([counter, of_batch], "c")])
+def test_an_order_is_refused_by_the_buffer_that_each_micro_batch_changes(
+    changes: list[Callable[[Net, torch.Tensor], torch.Tensor]], named: str
+) -> None:
+    schedule = autopart.register_schedule(OWN["out of order"]).name
+    with pytest.raises(RefusedError, match="runs micro-batch 2 behind 3") as refused:
+        trained(changes, 4, schedule)
+    assert refused.value.where == f"stage 0, which updates buffer {named}"

@@ -15,10 +15,10 @@ from torch.nn import functional as F
 import autopart
 from autopart.batch.batch import flatten
 from autopart.capture import Captured, capture
-from autopart.runtime.stages import stage_module
+from autopart.runtime.stages import adding_products, stage_module
 from autopart.runtime.stages.stage_module import RecomputedGroup
 from autopart.runtime.stages.weight_gradients import WeightGradient, product
-from autopart.stagecode import rewrites, split
+from autopart.stagecode import split
 
 WIDTH, ROWS, MICROS = 6, 3, 3
 
@@ -195,7 +195,7 @@ def test_a_sparse_gradient_and_that_of_a_product_add_up() -> None:
 
 
 def test_small_weights_and_other_layouts_stay_with_autograd() -> None:
-    assert rewrites._is_weight(nn.Parameter(torch.zeros(4, 4)), 16)
+    assert adding_products.is_weight(nn.Parameter(torch.zeros(4, 4)), 16)
     others = torch.zeros(4, 3), torch.zeros(4, 5).T, torch.zeros(2, 4, 4), torch.zeros(4, 4, dtype=torch.complex64)
-    assert not any(rewrites._is_weight(nn.Parameter(each), 16) for each in others)
-    assert not rewrites._is_weight(torch.zeros(4, 4), 16)
+    assert not any(adding_products.is_weight(nn.Parameter(each), 16) for each in others)
+    assert not adding_products.is_weight(torch.zeros(4, 4), 16)

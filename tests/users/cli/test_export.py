@@ -119,11 +119,39 @@ def test_what_has_no_word_is_named_or_refused():
 
 
 def test_ranks_that_compute_together_are_no_replicas():
-    plan, graph = planned("cpu:4", tensor_parallel=2, stages=1, replicas=2)
-    assert [stage.replicas for stage in plan.stages] == [2] and len(plan.stages[0].ranks) == 4
-    for name in FORMATS:
-        with pytest.raises(UsageError, match="tensor parallelism"):
-            exported(plan, graph, name)
+    plan, graph = planned("cpu:8", tensor_parallel=2, cuts=["layers.3"], replicas=2, micro_batches=4)
+    assert [stage.replicas for stage in plan.stages] == [2, 2] and len(plan.stages[0].ranks) == 4
+    flags = exported(plan, graph, "megatron").splitlines()
+    assert {"--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--micro-batch-size 2"} <= {*flags}
+    overrides = yaml.safe_load(exported(plan, graph, "primus"))["modules"]["pre_trainer"]["overrides"]
+    assert (overrides["tensor_model_parallel_size"], overrides["pipeline_model_parallel_size"]) == (2, 2)
+    titan = tomllib.loads(exported(plan, graph, "torchtitan"))
+    degrees = {name: value for name, value in titan["parallelism"].items() if name.endswith("_degree")}
+    assert degrees == {
+        "tensor_parallel_degree": 2,
+        "pipeline_parallel_degree": 2,
+        "data_parallel_replicate_degree": 2,
+        "data_parallel_shard_degree": 1,
+    }
+    assert titan["training"] == {"local_batch_size": 8, "global_batch_size": 16}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [
+        (((0, 1, 2, 3), (4, 5, 6, 7)), ""),
+        (((0, 1, 4, 5), (2, 3, 6, 7)), "--use-tp-pp-dp-mapping"),
+        (((0, 2, 1, 3), (4, 5, 6, 7)), "# no word for which rank"),
+        (((1, 2, 3, 4), (5, 6, 7, 0)), "# no word for which rank"),
+        (((0, 1, 6, 7), (2, 3, 4, 5)), "# no word for which rank"),
+    ],
+)
+def test_groups_of_ranks_are_numbered_as_megatron_numbers_them(ranks: tuple[tuple[int, ...], ...], said: str) -> None:
+    plan, graph = planned("cpu:8", tensor_parallel=2, cuts=["layers.3"], replicas=2, micro_batches=4)
+    stages = tuple(replace(stage, ranks=own) for stage, own in zip(plan.stages, ranks, strict=True))
+    text = exported(replace(plan, decision=replace(plan.decision, stages=stages)), graph, "megatron")
+    assert "# no word for how 2 ranks divide the ops" in text and said in text
+    assert ("which rank" in text) == ("which rank" in said) and ("mapping" in text) == ("mapping" in said)
 
 
 def test_an_experts_plan_becomes_the_options_that_give_it_back():
@@ -131,6 +159,10 @@ def test_an_experts_plan_becomes_the_options_that_give_it_back():
     plan, graph = planned(**asked)
     assert '"Et*3|t*5L"' in exported(plan, graph, "megatron") and plan.decision.copies == 2
     assert plan.micro_rows == (4, 4, 4, 4)
+    plan, graph = planned("cpu:8", **hand_options("layout=Et*3|t*5L,dp=2,mbs=2,tp=2", Layers(), 16))
+    flags = exported(plan, graph, "megatron").splitlines()
+    assert {"--tensor-model-parallel-size 2", '--pipeline-model-parallel-layout "Et*3|t*5L"'} <= {*flags}
+    assert "--micro-batch-size 2" in flags and plan.micro_rows == (4, 4, 4, 4)
     assert hand_options("pp=2,tp=4", Layers(), 16)["tensor_parallel"] == 4
     for wrong in ("layout=Et*3|t*4L", "tp=0", "mbs=5", "pp=0", "speed=9", "layout=Et*8|L"):
         with pytest.raises(UsageError):
@@ -157,17 +189,9 @@ def test_the_command_line_prints_both(capsys, monkeypatch):
 
 
 def test_a_plan_without_words_is_written_before_it_is_refused(capsys, tmp_path):
-    words = [
-        "--tensor-parallel",
-        "2",
-        "--micro-batches",
-        "2",
-        "--out",
-        str(tmp_path / "plan.json"),
-        "--export",
-        "megatron",
-    ]
+    asked = ["--stages", "2", "--replicas", "1,2", "--micro-batches", "2", "--optimizer", "sgd"]
+    written = ["--out", str(tmp_path / "plan.json"), "--export", "megatron"]
     with pytest.raises(SystemExit) as end:
-        main(["plan", "gpt2-tiny", "--costs", "analytic", "--cluster", "cpu:2", "--optimizer", "sgd", *words])
-    assert end.value.code == 2 and "tensor_parallel=1" in capsys.readouterr().err
-    assert autopart.load_plan(tmp_path / "plan.json").decision.shards == 2
+        main(["plan", "gpt2-tiny", "--costs", "analytic", "--cluster", "cpu:3", *asked, *written])
+    assert end.value.code == 2 and "1 and 2 replicas" in capsys.readouterr().err
+    assert len(autopart.load_plan(tmp_path / "plan.json").stages) == 2

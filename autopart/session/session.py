@@ -142,9 +142,7 @@ class Session:
             context = self._context(planned, self.standing.context, empty)
             executor = self._executor(planned, context, batch)
             began, before = time.perf_counter(), self.standing.context
-            moving = "moving the weights to another plan"
-            with self.calls.running(moving):
-                set_activity(moving)
+            with self.calls.running("moving the weights to another plan"):
                 self.tensors.masters.write()
                 before.values.gather()
                 relocate(self.world, before.placement, context.placement, self.tensors, context.tensors)

@@ -13,9 +13,10 @@ import torch
 from torch import fx, nn
 
 from autopart.capture.trace.grouped_products import kernel_of
-from autopart.rng import in_order, keyed, keyed_rows, memory_order
+from autopart.rng import keyed_rows
 from autopart.runtime.stages.slice_functions import Rows
 from autopart.runtime.stages.stage_module import RecomputedGroup
+from autopart.stagecode.memory import laid_for
 
 
 def convex_groups(readers: Mapping[str, Collection[str]], groups: Sequence[Collection[str]]) -> list[set[str]]:
@@ -153,22 +154,9 @@ def _copy(
     copy.kwargs = fx.node.map_aggregate(copy.kwargs, moved)  # type: ignore[arg-type]
 
 
-def laid_for(node: fx.Node, arg: fx.Node, found: fx.Node) -> fx.Node:
-    """Return what a captured op reads; a random op reads it in the order in memory in which it was captured.
-
-    arg: a captured operand.  found: what holds it in the code."""
-    value = arg.meta.get("val")
-    if node.target is not keyed or arg.op == "placeholder" or not isinstance(value, torch.Tensor) or value.dim() < 2:
-        return found
-    laid = found.graph.call_function(in_order, (found, memory_order(value)))
-    laid.meta["val"] = value
-    return laid
-
-
 def draw_for_all(copy: fx.Node, rows: Rows) -> None:
     """Let a copy of a random op draw for the rows of all replicas, and take its own rows."""
-    op, number, *args = copy.args
-    copy.target, copy.args = keyed_rows, (op, number, *rows, *args)
+    copy.target, copy.args = keyed_rows, (*copy.args[:2], *rows, *copy.args[2:])
 
 
 def text_of(body: fx.GraphModule) -> str:

@@ -26,10 +26,11 @@ from autopart.passes.tokens.recipe import Form, Recipe
 from autopart.planning.derive.reduction import Layouts
 from autopart.runtime.stages.slice_functions import Places, causal_attention, counted, drawn, part_of
 from autopart.runtime.stages.stage_module import StageModule, StageSlices
+from autopart.stagecode.memory import laid_for
 from autopart.stagecode.rewrites import accumulate_in_place, draws_of
 from autopart.stagecode.slice_graph import SliceGraph, SliceNeeds
 from autopart.stagecode.split import ancestors, casts_of, cut
-from autopart.stagecode.stage_graph import draw_for_all, laid_for, stage_graph
+from autopart.stagecode.stage_graph import draw_for_all, stage_graph
 
 _aten = torch.ops.aten
 

@@ -2,7 +2,8 @@
 
 Every random op of a captured graph is called through `keyed`: the default generator of the device is seeded from
 (seed, step, micro-batch, number of the op in the graph) for this one call and restored afterwards.  So a mask does not
-depend on stages, schedule or recomputation.  A replica that has some rows of a micro-batch draws for all rows and takes
+depend on stages, schedule or recomputation; some ops draw in the order of their operand in memory, which stays that of
+the captured program (`in_order`).  A replica that has some rows of a micro-batch draws for all rows and takes
 its own (`keyed_rows`): the op runs on all rows, and keeps what its backward needs of them.
 """
 
@@ -98,13 +99,26 @@ def keyed_rows(
     return tuple(_own(result, layout, window) for result, layout in zip(found, made, strict=True))
 
 
+def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the axes of a tensor in the order in which they lie in memory."""
+    strides = tensor.stride()
+    return tuple(sorted(range(tensor.dim()), key=lambda axis: -strides[axis]))
+
+
+def in_order(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    """Return a tensor whose axes lie in this order in memory, in which some random ops draw: what came from another
+    stage may lie otherwise than in the captured program."""
+    laid = tensor.permute(tuple(order))
+    if memory_order(laid) == tuple(range(tensor.dim())) or laid.is_contiguous():
+        return tensor
+    return laid.contiguous().permute(sorted(range(tensor.dim()), key=order.__getitem__))
+
+
 def _among_all(tensor: torch.Tensor, layout: RowLayout, window: Window) -> torch.Tensor:
     """Return a tensor of all rows that holds this one, in the same memory order, since some ops draw in that order."""
     size = list(tensor.shape)
     size[layout.axis] = size[layout.axis] // window.own * window.whole
-    strides = tensor.stride()
-    order = sorted(range(tensor.dim()), key=lambda axis: -strides[axis])
-    filled = torch.empty_permuted(size, order, dtype=tensor.dtype, device=tensor.device).fill_(1)
+    filled = torch.empty_permuted(size, memory_order(tensor), dtype=tensor.dtype, device=tensor.device).fill_(1)
     place = torch.unflatten(filled, layout.axis, (layout.stride, window.whole, -1))
     place = place.narrow(layout.axis + 1, window.first, window.own)
     place.copy_(torch.unflatten(tensor, layout.axis, (layout.stride, window.own, -1)))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from autopart.cli.once import Commands
 from autopart.cli.output import Json, print_json, prints_results, say
 from autopart.files.checkpoints.document import AVERAGES, COMPANION, problems_with, read_document, require_unchanged
 from autopart.files.checkpoints.folders import read_at
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from autopart.files.checkpoints.tensor_files import Stored
 
-app = typer.Typer(name="checkpoint", help="Show, verify and convert checkpoints, and export their weights.")
+app = Commands(name="checkpoint", help="Show, verify and convert checkpoints, and export their weights.")
 
 Folder = Annotated[Path, typer.Argument(help="The folder given to pipe.save, or the one of a single checkpoint")]
 

@@ -134,14 +134,25 @@ def _value(name: str, given: Any) -> Any:
     if name == "together":
         return [tuple(text.split("+")) for text in given]
     if name == "pins":
-        return dict(_pair(text, "--pin", "lm_head=3") for text in given)
+        return _pairs(given, "--pin", "lm_head=3")
     if name == "rows_axis":
-        return dict(_pair(text, "--rows-axis", "positions=1", none="none") for text in given)
+        return _pairs(given, "--rows-axis", "positions=1", none="none")
     if name in ("stages", "micro_batches", "stages_per_rank", "replicas", "tensor_parallel", "token_slices", "zero"):
         words = given.split(",")
         if all(word.strip().isdecimal() for word in words):
             return int(given) if len(words) == 1 else tuple(map(int, words))
     return given
+
+
+def _pairs(texts: list[str], flag: str, example: str, none: str = "") -> dict[str, int | None]:
+    """Return what texts such as "lm_head=3" map to what.  Raises UsageError for a name that is given twice."""
+    found: dict[str, int | None] = {}
+    for text in texts:
+        name, number = _pair(text, flag, example, none)
+        if name in found:
+            raise UsageError(f"{flag} {name}= is given twice", fix=f"write {flag} once for each name")
+        found[name] = number
+    return found
 
 
 def _pair(text: str, flag: str, example: str, none: str = "") -> tuple[str, int | None]:
@@ -157,9 +168,9 @@ def _pair(text: str, flag: str, example: str, none: str = "") -> tuple[str, int 
 def wished(words: list[str]) -> dict[str, Any]:
     """Return options from words such as "stages=4" and "replicas=2,2"; their values may still be impossible.
 
-    Raises UsageError for a word without a value, an option that has no flag, and one that is given twice.
+    Raises UsageError for a word without a value, an option that has no flag, and one of one value that is given twice.
     """
-    kinds, found = get_type_hints(Options), dict[str, Any]()
+    kinds, found = get_type_hints(Options), dict[str, list[str]]()
     for word in words:
         name, sign, text = word.partition("=")
         name = {"pin": "pins"}.get(name.lstrip("-"), name.lstrip("-").replace("-", "_"))
@@ -167,16 +178,17 @@ def wished(words: list[str]) -> dict[str, Any]:
             raise UsageError(f"{word!r} is not an option with a value", fix="write --what-if stages=4 replicas=2")
         if name in OPTIONS and not flag_of(name):
             raise UsageError(f"{name}= cannot be asked on a command line", fix="use autopart.plan in Python")
-        if name in found:
+        if name in found and not _FLAGS.get(name, _Flag()).repeat:
             raise UsageError(f"{name}= is given twice", fix="write --what-if once for each plan")
-        found[name] = _wish(name, text, kinds.get(name))
-    return found
+        found.setdefault(name, []).append(text)
+    return {name: _wish(name, texts, kinds.get(name)) for name, texts in found.items()}
 
 
-def _wish(name: str, text: str, kind: object) -> Any:
-    """Return the value that a text means for an option of this type."""
+def _wish(name: str, texts: list[str], kind: object) -> Any:
+    """Return the value that texts mean for an option of this type, several for one that may be repeated."""
     if name in _FLAGS and _FLAGS[name].repeat:
-        return _value(name, [text])
+        return _value(name, texts)
+    (text,) = texts
     if kind is bool and text.lower() in ("true", "false"):
         return text.lower() == "true"
     if text.isdecimal():

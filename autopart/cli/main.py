@@ -21,6 +21,7 @@ from autopart.cli.entry import TRACEBACK, main
 from autopart.cli.flags import ClusterName, ModelName, takes_option_flags
 from autopart.cli.host_costs import detect_all
 from autopart.cli.model_loader import load_model
+from autopart.cli.once import Commands
 from autopart.cli.output import Json, print_json, prints_results, say
 from autopart.files.clusters import cluster_to_dict, cluster_to_yaml, parse_cluster, require_yaml, save_cluster
 from autopart.files.presets import NODES
@@ -31,14 +32,14 @@ from autopart.report.cluster_table import cluster_table
 
 __all__ = ["app", "main"]
 
-app = typer.Typer(
+app = Commands(
     name="autopart",
     help="Compile an unmodified PyTorch model into a planned, running training pipeline.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-cluster_app = typer.Typer(
+cluster_app = Commands(
     name="cluster", help="Measure this machine, or show a preset or a cluster file.", no_args_is_help=True
 )
 app.add_typer(cluster_app)

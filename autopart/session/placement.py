@@ -15,6 +15,7 @@ from autopart.ir.shares import Piece, cut, overlap, owners_of, whole
 from autopart.passes.program.routing import homes, tied
 from autopart.passes.shards.choice import Held, pieces_of
 from autopart.passes.shards.states import cut as cut_state
+from autopart.runtime.activity import set_activity
 from autopart.runtime.group.world import World
 from autopart.runtime.messages.moves import Route, move_tensors
 from autopart.runtime.sums.shared_values import Sharing
@@ -217,6 +218,7 @@ def relocate(world: World, old: Placement, new: Placement, before: LocalTensors,
     before, after: what this rank holds, with the newest values.  Master weights and gradients go to keepers alone.  A
     tensor that no rank held before is not moved: no step has changed it.
     """
+    set_activity("moving the weights to another plan")
     move_pieces(world, list(routes(old.owners, old.holders, new.holders)), before.held, after.held)
     kept = list(routes(old.owners, old.keepers, new.keepers))
     own = old.owned_by(world.rank)

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from autopart.passes.shards.states import CUT_KIND, WHOLE, State
+from autopart.rng import in_order
 from autopart.runtime.stages.slice_functions import counted, joined, last_of, part_of
 from autopart.runtime.stages.stage_module import StateBuffer, of_whole_batch, weighed
 
@@ -58,6 +59,7 @@ def _written(call: fx.Node, held: State) -> State | None:
 
 
 _READS: Mapping[Any, Reads] = {
+    in_order: Reads(_as_held),
     weighed: Reads(_whole),
     of_whole_batch: Reads(_whole),
     counted: Reads(_whole),

@@ -16,6 +16,7 @@ from autopart.capture.trace.grouped_products import kernel_of
 from autopart.rng import keyed_rows
 from autopart.runtime.stages.slice_functions import Rows
 from autopart.runtime.stages.stage_module import RecomputedGroup
+from autopart.stagecode.memory import laid_for
 
 
 def convex_groups(readers: Mapping[str, Collection[str]], groups: Sequence[Collection[str]]) -> list[set[str]]:
@@ -137,7 +138,7 @@ def _copy(
 ) -> None:
     def read(arg: fx.Node) -> fx.Node:
         if (node, arg) not in adjusted:
-            return env[arg]
+            return laid_for(node, arg, env[arg])
         place, adjust = adjusted[node, arg]
         return graph.call_function(adjust, (env[arg], numbers[place]))
 
@@ -155,8 +156,7 @@ def _copy(
 
 def draw_for_all(copy: fx.Node, rows: Rows) -> None:
     """Let a copy of a random op draw for the rows of all replicas, and take its own rows."""
-    op, number, *args = copy.args
-    copy.target, copy.args = keyed_rows, (op, number, *rows, *args)
+    copy.target, copy.args = keyed_rows, (*copy.args[:2], *rows, *copy.args[2:])
 
 
 def text_of(body: fx.GraphModule) -> str:

@@ -26,6 +26,7 @@ from autopart.passes.tokens.recipe import Form, Recipe
 from autopart.planning.derive.reduction import Layouts
 from autopart.runtime.stages.slice_functions import Places, causal_attention, counted, drawn, part_of
 from autopart.runtime.stages.stage_module import StageModule, StageSlices
+from autopart.stagecode.memory import laid_for
 from autopart.stagecode.rewrites import accumulate_in_place, draws_of
 from autopart.stagecode.slice_graph import SliceGraph, SliceNeeds
 from autopart.stagecode.split import ancestors, casts_of, cut
@@ -348,7 +349,7 @@ class _Writer:
         def read(arg: fx.Node) -> fx.Node:
             want = next(reads)
             places.append(self._places(want))
-            return self._read(arg, want)
+            return laid_for(self._node, arg, self._read(arg, want))
 
         op, number, *args = self._node.args
         taken: Any = fx.node.map_arg((tuple(args), dict(self._node.kwargs)), read)

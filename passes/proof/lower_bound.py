@@ -15,6 +15,8 @@ For any plan that cuts between the blocks of a chain, with any number of stages,
               the devices that are left (`sets`).  Valid where the chain is the only order of the blocks, that is where
               each block reads from the one before it, with one stage a rank: with several a rank is busy with others
               while a stage waits.  Where a backward may be split, without the part that can wait
+    positions with several stages a rank, on few devices: work, sums and how a pipeline fills, for each way to divide
+              the devices (`positions`)
 
     slices    with slices of tokens, the work alone: the fastest stage for a slice is not known, and short slices fill a
               pipeline at once.  Their savings and their overheads are bounded by their model (`SliceShares.least_ns`).
@@ -30,13 +32,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise, product
-from math import prod
+from math import inf, prod
 
 import numpy as np
 
 from autopart.ir.errors import InfeasibleError
 from autopart.ir.graph import Size
 from autopart.passes.graph.cuts import Floats, Ints
+from autopart.passes.proof.positions import positions_bound
 from autopart.passes.proof.prices import Priced, priced_bound
 from autopart.passes.proof.sets import Taken, counts_of, rates_of, rows_needed, sets_of
 from autopart.passes.search.layout import SMALL
@@ -76,36 +79,47 @@ def lower_bound(space: SearchSpace, *, orders: bool = False) -> int:
     """Return a lower bound in nanoseconds on the simulated step of any plan of the space.
 
     orders: whether plans may split backwards or have several stages a rank (`search.orders`).
-    Ways to cut the batch are tried by their cheap bounds, until none can lower the least one any more.
-    O(ways * devices^2 * blocks^2), or less.
+    Ways to cut the batch are tried as long as their cheap bounds are below the least one: on few devices first those
+    with most micro-batches, which leave the fewest ways to replicate stages, else those that are cheapest.
+    O(ways * devices^2 * blocks^2), or less, and on few devices `positions_bound`.
     """
+    few = space.costs.cluster.world <= SMALL
     cheap = sorted(
-        (max(work_bound(space, rows), _path_bound(space, max(rows), orders)), rows) for rows in space.request.micro_rows
+        (
+            (max(work_bound(space, rows), _path_bound(space, max(rows), orders)), rows)
+            for rows in space.request.micro_rows
+        ),
+        key=lambda way: (-len(way[1]) if few else 0, way),
     )
-    least = _bound(space, *cheap[0], orders)
-    for cheap_bound, rows in cheap[1:]:
-        if cheap_bound >= least:
-            break
-        least = min(least, _bound(space, cheap_bound, rows, orders))
-    return least
+    least: float = inf
+    for cheap_bound, rows in cheap:
+        if cheap_bound < least:
+            least = min(least, _bound(space, cheap_bound, rows, orders, least))
+    return int(least)
 
 
-def _bound(space: SearchSpace, cheap_bound: int, micro_rows: tuple[int, ...], orders: bool) -> int:
-    """Return the lesser of the bounds of plans with one stage a rank, and with several if these are allowed."""
+def _bound(space: SearchSpace, cheap_bound: int, micro_rows: tuple[int, ...], orders: bool, enough: float = inf) -> int:
+    """Return the lesser of the bounds of plans with one stage a rank, and with several if these are allowed.
+
+    enough: a larger bound is of no use.
+    """
     request, rows = space.request, max(micro_rows)
     times, counts = _times(space, rows)
     most = most_devices(space, rows)
     weights = _best_weights(times, counts, most)
     widest = max(_replicas(space, rows))
     one = Priced(space, micro_rows, weights, _heaviest(weights, counts, most), widest, orders=orders)
-    bounds = [priced_bound(one)]
+    bound = priced_bound(one)
     # The chain's bound counts shares of micro-batches.
     if request.policy == "split" and request.synchronous and space.is_chain:
-        bounds = [max(bounds[0], _chain_bound(space, micro_rows, orders))]
-    if orders and max(request.numbers_per_rank) > 1:
-        several = replace(one, several=True)
-        bounds += [priced_bound(several)] if several.sets != [] else []  # where any set of devices can have several
-    return max(cheap_bound, min(bounds))
+        bound = max(bound, _chain_bound(space, micro_rows, orders))
+    numbers = [number for number in request.numbers_per_rank if number > 1] if orders else []
+    several = replace(one, several=True)
+    if numbers and several.sets != []:  # where any set of devices can have several
+        less = priced_bound(several)
+        few = less < enough and space.costs.cluster.world <= SMALL
+        bound = min(bound, max(less, positions_bound(several, numbers, min(enough, bound))) if few else less)
+    return max(cheap_bound, bound)
 
 
 def work_bound(space: SearchSpace, micro_rows: tuple[int, ...]) -> int:

@@ -7,17 +7,17 @@ of devices, W those of all devices that work, and any 0 <= path, sums <= 1 and p
     step >= path * (sum over b of the time of one micro-batch through b on c)
           + (1 - path) / W * (sum over b of w-weighted times of the devices of c - price * memory of all devices)
 
-    times of c    M forwards and M - sums * n backwards of b, of the rows that one type in c has at least (`sets`), for
-                  each of c, since those that have less wait;
+    times of c    M forwards and M - sums backwards of b, of the rows that one type in c has at least (`sets`), for each
+                  of c, since those that have less wait;
                   w * sums * (the ring over c with the gradients of b), for each of c; w * the optimizer step;
-                  price * (weights, gradients and state of b, for each of c, and n times what b saves)
+                  price * (weights, gradients and state of b, for each of c, and what b saves of one micro-batch)
 
-A device is busy for all its computes.  The sum of a stage's gradients begins in the backward of its last micro-batch,
-when all forwards of the stage are done, and while it runs no more than n backwards of its device are left: with one
-stage a rank n = 1; with several n <= M, those of which activations are still held, and the stages of a rank never stand
-on all devices.  A block that is recomputed saves nothing and has a forward in each backward, but for its end, which
-need not run again where it is the last of its group (`redone_ns`).  All of this is linear, so each block has its best
-devices for itself, and the bound is the sum of these: no plan is looked at.
+A device is busy for all its computes.  Sums of gradients follow the last compute of a rank, one after the other, and
+run beside that compute (`play`): no more than one backward of one of its stages hides them.  When the last forward of a
+stage ends, its activations are held.  A block that is recomputed saves nothing and has a forward in each backward, but
+for its end, which need not run again where it is the last of its group (`redone_ns`).  All of this is linear, so each
+block has its best devices for itself, and the bound is the sum of these: no plan is looked at.  What devices can do
+together, divided into positions, is left to `positions`.
 
 Any prices give a bound; the best of a grid is taken.  Assumed: as in `sets`; what several blocks share needs no
 memory and no sum.
@@ -114,6 +114,31 @@ class Priced:
         most = min(self.widest, self.space.costs.cluster.world - self.several)
         return sets_of(self.space, most, MOST_CELLS // self.space.chain.n)
 
+    @cached_property
+    def parts_ns(self) -> tuple[Ints, Floats, Floats, Floats]:
+        """By set, places of the parts for one of which at least its devices are busy, -1 for no other; and of each part
+        forward, backward, and the part of the latter that does not wait, by block: endless for the last part."""
+        places, times = self._times
+        inputs = times[:, 1] - times[:, 2]
+        inputs[-1] = ENDLESS
+        return places, times[:, 0], times[:, 1], inputs
+
+    @cached_property
+    def ends_ns(self) -> tuple[Floats, Floats]:
+        """Of each set and block the optimizer step, with what it gathers, and the sums of gradients."""
+        costs, request = self.space.costs, self.space.request
+        _, trained, summed = self._own
+        every = [optimizer_ns(1 << 30, costs.state_factor, device) / (1 << 30) for device in costs.device_types]
+        taken, turn = np.array(self.sets, float), self._turns()[:, None]
+        rates = np.where(taken > 0, every, 0.0).max(axis=1)[:, None]
+        alone = rates * trained, 2 * turn * summed
+        shared = (rates / taken.sum(axis=1)[:, None] + turn) * trained, turn * summed
+        if request.zero == 0 or not request.may_shard:
+            return alone
+        if request.zero == 1:
+            return shared
+        return np.minimum(alone[0], shared[0]), np.minimum(alone[1], shared[1])
+
     def ns(self, sums: float, memory: float, paths: Sequence[float]) -> list[float]:
         """Return the bounds at these prices of sums and of memory, in nanoseconds: one for each price of the path."""
         taken, (places, times), costs = np.array(self.sets, float), self._times, self.space.costs
@@ -125,17 +150,13 @@ class Priced:
         limits = np.array([device.memory_bytes - device.reserve_bytes for device in costs.device_types], float)
         room = float((price * limits * counts_of(self.space)).sum())
 
-        def least(n: int, *, again: bool) -> Floats:
+        def least(*, again: bool) -> Floats:
             both = bwd + fwd - tail if again else bwd
-            busy = (micros * fwd + (micros - sums * n) * both)[places].min(axis=1)
+            busy = (micros * fwd + (micros - sums) * both)[places].min(axis=1)
             cheapest = np.where(taken > 0, price, np.inf).min(axis=1)[:, None]
-            return np.asarray(weight * busy + (0.0 if again else cheapest * n * saved))
+            return np.asarray(weight * busy + (0.0 if again else cheapest * saved))
 
-        ways = [
-            least(n, again=again)
-            for n in ((0, micros) if self.several else (1,))
-            for again in ((False, True) if self.space.request.may_recompute else (False,))
-        ]
+        ways = [least(again=again) for again in ((False, True) if self.space.request.may_recompute else (False,))]
         priced = (taken @ price)[:, None]
         rates = [optimizer_ns(1 << 30, costs.state_factor, device) / (1 << 30) for device in costs.device_types]
         update = (taken @ (self.weights * np.array(rates)))[:, None] * trained

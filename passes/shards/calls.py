@@ -151,12 +151,16 @@ class Call:
         }
 
     def axes(self) -> dict[str, list[Place]]:
-        """Return the axes that stand for each letter, if all are equally long."""
+        """Return the axes that stand for each letter, if all are equally long.  A letter that stands twice in one
+        tensor, as in einsum("dd -> d"), takes its diagonal, which no part of one axis has."""
+        named = self.letters
+        every = (*named.operands, *named.results) if named is not None else ()
+        twice = {name for names in every for name in names if names.count(name) > 1}
         found: dict[str, list[Place]] = {}
         pairs = (*zip(self.reads, self.operands, strict=True), *zip(self.op.writes, self.results, strict=False))
         for tensor, own in pairs:
-            for letter, axis in own.items():
-                found.setdefault(letter, []).append((tensor, axis))
+            for letter in [each for each in own if each not in twice]:
+                found.setdefault(letter, []).append((tensor, own[letter]))
         return {letter: places for letter, places in found.items() if len({self.shape(n)[a] for n, a in places}) == 1}
 
     def sections(self) -> Iterator[Sections]:

@@ -155,10 +155,10 @@ def _gather(members: Members, cut: Cut, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _joined(cut: Cut, every: torch.Tensor) -> torch.Tensor:
-    """Return the tensor that members have these parts of, stacked."""
+    """Return the tensor that members have these parts of, stacked; dense, also where each part is one entry."""
     axis, before = cut
-    found = torch.unflatten(every, axis + 1, (before, -1)).movedim(0, axis + 1).flatten(axis, axis + 2)
-    return found.contiguous()  # of axes with one entry it is a view, whose strides not all ops take
+    parts = torch.unflatten(every, axis + 1, (before, -1)).movedim(0, axis + 1)
+    return parts.flatten(axis, axis + 2).contiguous()
 
 
 def _scatter(members: Members, cut: Cut, tensor: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch.fx.node import map_aggregate
 from torch.nn import functional as F
 
-from autopart.rng import keyed, keyed_rows
+from autopart.rng import keyed, keyed_rows, memory_order
 
 
 def causal_attention(
@@ -88,8 +88,7 @@ def drawn(
     def whole(arg: Any) -> Any:
         if not isinstance(arg, torch.Tensor) or not (own := next(places)):
             return arg
-        strides = arg.stride()
-        return among_all(arg, own, sorted(range(arg.dim()), key=lambda axis: -strides[axis]))
+        return among_all(arg, own, memory_order(arg))
 
     args, kwargs = map_aggregate((args, kwargs), whole)
     found = keyed(op, number, *args, **kwargs) if rows is None else keyed_rows(op, number, *rows, *args, **kwargs)

@@ -44,6 +44,7 @@ SMALL = {
     "training.activation_cache": "--epochs 2",
     "training.checkpoints": "--millions 1 --width 64 --rows 8 --block 2 --rounds 2 --no-record",
     "training.elastic": "--kills 1",
+    "training.freed_memory": "--model gpt2",
     "training.large_model": "--layers 2",
     "training.stragglers": "--width 256 --rounds 2",
     "zoo.zoo": "--only bloom --jobs 1",

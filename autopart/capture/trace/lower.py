@@ -4,7 +4,8 @@
 2. In-place ops are made functional; composite ops (attention, linear, cross entropy) stay whole.
 3. Assertions about tensor metadata, aliases and copies are removed: in a functional graph a copy equals its original,
    and whether forward() makes one can depend on the number of rows (`.contiguous()` on a single row).  `view` becomes
-   `reshape` to the whole shape, since the strides of the real kernel can differ from the traced ones.
+   `reshape` to the whole shape, since the strides of the real kernel can differ from the traced ones; what
+   `as_strided` reads is put in the order in which it lay.
 4. Attention without mask takes keys and values as they were before they were only repeated for it.  Models repeat them
    to the number of query heads where attention has a mask; once that is gone (`reads.masks`), the copies, and the sums
    over them in the backward, are work for nothing.
@@ -29,9 +30,9 @@ from autopart.capture.trace.autocast import replace_region, spread_autocast
 from autopart.capture.trace.export import JVP_FIX
 from autopart.capture.trace.functional import functional_graph
 from autopart.ir.errors import RefusedError
-from autopart.passes.ops.row import ASSERTION
+from autopart.passes.ops.row import ASSERTION, POINTWISE, VIEW
 from autopart.passes.ops.table import row_of
-from autopart.rng import keyed
+from autopart.rng import keyed, memory_order
 
 _aten = torch.ops.aten
 _SAME = {"alias", "lift_fresh"}
@@ -58,6 +59,8 @@ def lower(program: ExportedProgram) -> tuple[ExportedProgram, fx.GraphModule]:
         program = program.run_decompositions({})
         graph = program.graph_module.graph
     _refuse_higher_order(graph)
+    for node in graph.find_nodes(op="call_function", target=_aten.as_strided.default):
+        _lower_strided(graph, node)  # while copies show how its operand lies
     for node in list(graph.nodes):
         if node.op == "call_function":
             _lower_node(graph, node)
@@ -197,6 +200,36 @@ def _lower_node(graph: fx.Graph, node: fx.Node) -> None:
         node._rename("reshape")
 
 
+def _lower_strided(graph: fx.Graph, node: fx.Node) -> None:
+    """Let as_strided, which reads memory, read all elements in the order in which they lay when it was traced: without
+    copies, behind another stage or joined of parts, its operand may lie otherwise.  Raises RefusedError where it reads
+    what is not in its operand."""
+    given = _bound(node)
+    source, sizes, strides = given["self"], given["size"], given["stride"]
+    value = source.meta["val"]
+    order, first = memory_order(value), given["storage_offset"]
+    start = 0 if first is None else first - value.storage_offset()
+    last = start + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+    if not value.permute(order).is_contiguous() or start < 0 or last >= max(1, value.numel()):
+        raise RefusedError(
+            "as_strided reads memory that is not in its operand",
+            where=line_of(node),
+            why="ranks hold tensors, and not what lies between or beside their elements",
+            fix="call clone() on the tensor first, or use unfold or slices",
+        )
+    with graph.inserting_before(node):
+
+        def add(target: Any, source: fx.Node, *args: Any) -> fx.Node:
+            made = graph.call_function(target, (source, *args))
+            made.meta.update(node.meta, val=target(source.meta["val"], *args))
+            return made
+
+        laid = source if order == tuple(range(value.dim())) else add(_aten.permute.default, source, list(order))
+        flat = add(_aten.reshape.default, laid, [value.numel()])
+        flat = add(_aten.slice.Tensor, flat, 0, start) if start else flat
+    node.args, node.kwargs = (flat, sizes, strides), {}
+
+
 def _lower_copy(graph: fx.Graph, node: fx.Node) -> None:
     """Replace copy(target, source) by the source in the target's shape and dtype: aten.copy has no derivative."""
     source = node.args[1]
@@ -251,15 +284,30 @@ def _lower_complex_scatter(graph: fx.Graph, node: fx.Node) -> None:
 def _is_plain_copy(node: fx.Node) -> bool:
     """Return whether a copy is only read by ordinary ops and not made for its memory format.
 
-    Kernels of oneDNN ignore strides.  One dense copy that several ops read (packed queries, keys and values) stays,
-    since each of them would otherwise make its own.
+    Kernels of oneDNN ignore strides, and view_as_complex takes pairs that lie side by side.  One dense copy that
+    several ops read (packed queries, keys and values) stays, since each of them would otherwise make its own.
     """
     given = node.kwargs.get("memory_format")
     (source,) = node.all_input_nodes
     if given is torch.contiguous_format and len(node.users) > 1 and not source.meta["val"].is_contiguous():
         return False
-    plain = given in (None, torch.contiguous_format, torch.preserve_format)
+    plain = given in (None, torch.contiguous_format, torch.preserve_format) and not _is_viewed_as_complex(node)
     return plain and all(u.op == "call_function" and not _name(u.target).startswith("mkldnn") for u in node.users)
+
+
+def _is_viewed_as_complex(node: fx.Node) -> bool:
+    """Return whether a value is viewed as complex, itself or behind views and functions of it alone."""
+    found = [node]
+    for each in found:
+        if each.target is _aten.view_as_complex.default:
+            return True
+        found += [
+            user
+            for user in each.users
+            if user.target is _aten.view_as_complex.default
+            or (row_of(str(user.target)).family in (VIEW, POINTWISE) and len(user.all_input_nodes) == 1)
+        ]
+    return False
 
 
 def _group_queries(graph: fx.Graph) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from support.models.random_models import Random, batch_of, steps
 from support.oracles.one_process import gradient_error, gradients_of
 from support.oracles.stages_in_process import inputs_of, plan_for, replay, slices
+from torch import nn
 
 from autopart.batch.batch import flatten
 from autopart.capture import Captured, capture
@@ -16,6 +19,8 @@ from autopart.ir.errors import PlanError
 from autopart.ir.graph import Graph
 from autopart.passes.graph.atoms import free_ops
 from autopart.passes.program.named import FAMILY as SCHEDULES
+from autopart.rng import micro_key
+from autopart.stagecode.split import cut
 
 MICROS, ROWS = 2, 3
 PARTS = list[set[str]]
@@ -151,3 +156,27 @@ def test_random_numbers_do_not_depend_on_the_cuts(data, program):
         assert torch.equal(found.loss, whole.loss)
         error, worst = gradient_error(found.gradients, whole.gradients)
         assert error <= 1e-5, worst
+
+
+@pytest.mark.parametrize("draw", [lambda x: nn.functional.dropout(x, 0.5), torch.randn_like, torch.bernoulli])
+def test_random_numbers_do_not_depend_on_how_values_lie_in_memory(draw: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    class Drawing(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            heads = x.sigmoid().unflatten(-1, (2, 4)).transpose(1, 2)
+            return (heads * draw(heads.sin().sigmoid())).transpose(1, 2).square().mean()
+
+    x = torch.randn(ROWS, 5, 8)
+    captured = capture(Drawing(), flatten({"x": x}))
+    ops, device = [op.name for op in captured.graph.ops], torch.device("cpu")
+    first = next(place for place, op in enumerate(ops) if "transpose" in op) + 1
+    whole = cut(captured, ops, captured.graph.outputs, device)
+    before = cut(captured, ops[:first], [captured.graph.ops[first - 1].writes[0]], device)
+    after = cut(captured, ops[first:], captured.graph.outputs, device)
+    x.requires_grad_()
+    with micro_key(0, 0, 0):
+        (expected,) = whole.module(x)
+        (passed,) = before.module(x)
+        assert not passed.is_contiguous()
+        (found,) = after.module(passed.contiguous())  # as it comes from another stage
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(*[torch.autograd.grad(each, x)[0] for each in (found, expected)])

@@ -138,6 +138,13 @@ def test_a_plan_file_is_written_explained_and_matched_to_its_model(command, tmp_
     assert code == 2 and "world" in err
 
 
+def test_options_of_several_modules_are_merged_and_may_be_repeated(command):
+    words = ("plan", "mlp", "--costs", "analytic", "--stages", "2", "--cuts", "4", "--pin", "2=0", "--pin", "6=1")
+    code, out, err = command(*words, "--json", "--json")
+    assert code == 0, err
+    assert len(json.loads(out)["stages"]) == 2
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -154,6 +161,13 @@ def test_a_plan_file_is_written_explained_and_matched_to_its_model(command, tmp_
         (("plan", "mlp", "--cluster", "tpu:2"), "cpu:2"),
         (("plan", "mlp", "--micro-batches", "99"), "micro_batches=16"),
         (("explain", "no_such_plan.json"), "no_such_plan.json"),
+        (("plan", "mlp", "--stages", "2", "--stages", "4"), "--stages is given twice"),
+        (("plan", "mlp", "--cluster", "cpu:2", "--stages=2", "--cluster=cpu:4"), "--cluster is given twice"),
+        (("plan", "mlp", "--pin", "2=0", "--pin", "4=1", "--pin", "2=1"), "--pin 2= is given twice"),
+        (("plan", "mlp", "--rows-axis", "x=1", "--rows-axis", "x=none"), "--rows-axis x= is given twice"),
+        (("verify", "mlp", "--seed", "1", "--seed", "2"), "--seed is given twice"),
+        (("explain", "plan.json", "--model", "mlp", "--model", "mlp"), "--model is given twice"),
+        (("cluster", "show", "cpu:2", "--out", "a.yaml", "--out", "b.yaml"), "--out is given twice"),
     ],
 )
 def test_what_cannot_work_is_a_message_and_exit_code_2(command, words, says):

@@ -9,6 +9,7 @@ import pytest
 from torch import nn
 
 import autopart
+from autopart.cli.flags import wished
 from autopart.cli.main import main
 from autopart.cli.model_loader import load_model
 from autopart.files.clusters import cluster_to_dict, parse_cluster
@@ -93,6 +94,7 @@ def test_what_cannot_be_planned_is_a_line_with_its_reason(command):
         (("--what-if", "stages=1", "--what-if", "stages=2", "replicas=1"), "in quotes"),
         (("--compare", ","), "names no cluster"),
         (("--what-if", "stages=1 stages=2"), "stages= is given twice"),
+        (("--what-if", "pin=2=0 pin=2=1"), "--pin 2= is given twice"),
         (("--hand", "pp=1,pp=2"), "gives a word twice"),
         (("--export", "megatron", "--json"), "both --json and --export"),
         (("--export", "megatron", "--what-if", "stages=1"), "--export writes one plan"),
@@ -104,6 +106,11 @@ def test_what_cannot_be_planned_is_a_line_with_its_reason(command):
 def test_words_that_mean_nothing_are_refused(command, words, said):
     code, _, err = command(*words)
     assert code == 2 and said in err
+
+
+def test_words_of_several_modules_are_merged():
+    assert wished(["pin=2=0", "stages=2", "--pin=6=1"]) == {"pins": {"2": 0, "6": 1}, "stages": 2}
+    assert wished(["cuts=2,4", "cuts=6"]) == {"cuts": ["2", "4", "6"]}
 
 
 def test_utilisation_counts_the_products_of_forward_and_backward():

@@ -4,8 +4,8 @@ A block is a range of ops that is repeated.  Ops at one place of two blocks in a
 are held alike, and read either the same value, or what lies one block further for the later one.  The longest row is
 shortened to `KEPT` blocks and a part of one, then the next one, until there is none.
 What holds for an op depends on the op alone, so what is copied is exact.  It is also what the rule would
-find if the block behind those that were left out runs like the one before them (`LeftOut.again`): else, as where layers
-are cut along outputs and inputs by turns, all ops have to be looked at.
+find if the two blocks before those that were left out, and the one behind them, run alike (`LeftOut.again`): else, as
+where layers are cut along outputs and inputs by turns, all ops have to be looked at.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from autopart.ir.graph import Graph, Literal, Op
 from autopart.passes.ops.analytic_costs import op_classes
 from autopart.passes.shards.states import State
 
-KEPT = 3
-"""Blocks that are looked at: one behind what comes before, one behind another, and one before what comes after."""
+KEPT = 4
+"""Blocks that are looked at: one behind what comes before, two behind another, and one before what comes after."""
 _TRIED = 4
 """Lengths of blocks that are tried, those that most ops repeat at first."""
 _SLOTS = 1 << 12
@@ -31,7 +31,7 @@ _SLOTS = 1 << 12
 @dataclass(frozen=True, slots=True)
 class LeftOut:
     """What was left out.  ops, tensors: of each op, and of each value and parameter, the kept one that is like it.
-    again: ops of the block before and the same ops of the block behind."""
+    again: ops of a block, and the same ops of one behind it."""
 
     ops: Mapping[str, str]
     tensors: Mapping[str, str]
@@ -102,7 +102,8 @@ def _shorter(graph: Graph, held: Mapping[str, State]) -> tuple[Graph, LeftOut] |
         for name, other in zip(_named(op), _named(like[op.name]), strict=True)
         if name in gone
     }
-    again = tuple([(ops[first - block + n].name, ops[behind + n].name) for n in range(block)])
+    before = [(ops[n - block].name, ops[n].name) for n in range(first - block, first)]
+    again = (*before, *[(ops[first - block + n].name, ops[behind + n].name) for n in range(block)])
     return shorter, LeftOut({op.name: like[op.name].name for op in out}, tensors, again)
 
 

@@ -8,10 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.jobs.failures.failing_jobs import train_together
+import torch
+from support.jobs.failures.failing_jobs import die_in_a_call, train_together
+from support.models.tokens.by_hand import Gpt
 from support.oracles.ended import failed
 from support.workers import Workers
 
+import autopart
 from autopart.ir.errors import WorkerError
 
 pytestmark = pytest.mark.timeout(120)
@@ -40,3 +43,21 @@ def test_a_rank_that_fails_in_an_exchange_is_named_with_its_group(
     assert took_s <= NAMED_S and type(error) is WorkerError
     assert re.search(rf"rank 3 \(stage 1, ranks 2, 3 together\).*{SAID[how]}", str(error)), error
     assert words in str(error), error
+
+
+CALLS = {"save": ": save", "load": ": load", "adopt": "moving the weights to another plan"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", CALLS)
+def test_a_rank_that_is_killed_in_a_call_is_named_with_it_and_the_checkpoint_stays(
+    four: Workers, tmp_path: Path, call: str
+) -> None:
+    folder, clock = tmp_path / "run", tmp_path / "clock"
+    error = failed(four, die_in_a_call, call, str(folder), str(clock))
+    assert time.monotonic() - float(clock.read_text()) <= NAMED_S and type(error) is WorkerError
+    assert re.search(r"rank 3 \(stage 1, ranks 2, 3 together\) died.*SIGKILL", str(error)), error
+    assert CALLS[call] in str(error), error
+    plain = Gpt()
+    autopart.load_into(plain, folder, torch.optim.AdamW(plain.parameters()))
+    assert str(autopart.latest(folder)).endswith("step-00000001")

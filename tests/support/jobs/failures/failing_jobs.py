@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import autopart
@@ -159,6 +160,29 @@ def train_together(where: str, how: str, clock: str) -> list[float]:
         if pipe.rank == 3:
             ShardGroup._group = group  # type: ignore[method-assign]
         return [*losses, *(pipe.step(ids, ids).item() for _ in range(2))]
+
+
+def die_in_a_call(call: str, folder: str, clock: str) -> None:
+    """Save, and kill the last of two stages of two ranks that compute together, inside of a call.
+
+    call: "save", "load" or "adopt"."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    ids = torch.randint(0, 24, (8, 8), generator=torch.Generator().manual_seed(0))
+    options: dict[str, Any] = {"sample": (ids, ids), "micro_batches": 2, "costs": "analytic", "replicas": 1}
+    with autopart.compile(Gpt(), "cpu:4", tensor_parallel=2, stages=2, **options) as pipe:
+        optimizer = torch.optim.AdamW(pipe.parameters())
+        pipe.step(ids, ids)
+        optimizer.step()
+        pipe.save(folder, optimizer)
+        pipe.step(ids, ids)
+        other = autopart.plan(Gpt(), "cpu:4", tensor_parallel=4, stages=1, **options)
+        if pipe.rank == 3:
+            module, name = {"save": (os, "fsync"), "load": (os, "open"), "adopt": (dist, "irecv")}[call]
+            setattr(module, name, lambda *given, **named: die(clock))
+        {"save": pipe.save, "load": pipe.load, "adopt": partial(pipe.adopt, other)}[call](
+            *([optimizer] if call == "adopt" else [folder, optimizer])
+        )
 
 
 def _stop(clock: str) -> None:

@@ -176,7 +176,7 @@ SMALL = {"vocab_size": 48, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id":
 MODELS: dict[str, Callable[[], torch.nn.Module]] = {
     "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=16, n_layer=6, n_head=4, n_positions=16, **SMALL)),
     "t5": lambda: hf.T5ForConditionalGeneration(
-        hf.T5Config(d_model=16, d_kv=4, d_ff=32, num_layers=5, num_heads=4, decoder_start_token_id=0, **SMALL)
+        hf.T5Config(d_model=16, d_kv=4, d_ff=32, num_layers=6, num_heads=4, decoder_start_token_id=0, **SMALL)
     ),
 }
 

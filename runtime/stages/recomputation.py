@@ -4,10 +4,10 @@ Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016), section 3.
 
 As in torch.utils.checkpoint (its kind that is not reentrant), the forward builds the graph of autograd, in which
 numbers stand for what it would save; the first that a backward asks for lets the group run again until all of them are
-made.  The graph is that of a group that is kept, so gradients, hooks and products that wait are too.  A number costs a call
-from autograd into Python; torch's code, which serves graphs that run backward twice or in part, takes several times as
-long.  And a product that saves nothing but its operands does not run again at a group's end, also where Python code
-computes it (`ends_with`).
+made.  The graph is that of a group that is kept, so gradients, hooks and products that wait are too.  A number costs a
+call from autograd into Python; torch's code, which serves graphs that run backward twice or in part, takes several
+times as long.  And a product that saves nothing but its operands does not run again at a group's end, also where Python
+code computes it (`ends_with`).
 """
 
 from __future__ import annotations

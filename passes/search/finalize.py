@@ -37,11 +37,10 @@ from autopart.passes.simulation.estimate import (
     estimate,
     excess_of,
     simulated_ns,
-    stage_estimates,
     timeline_of,
     work_of,
 )
-from autopart.passes.simulation.stage_costs import Estimator
+from autopart.passes.simulation.stage_costs import Estimator, stage_contexts
 
 LIGHT = 0.02
 """A stage with less than this part of the slowest stage's work gets a note."""
@@ -110,8 +109,9 @@ def finalize(
         stages = lower_to_ops(over_blocks.stages, evaluation.space, graph)
         decision = with_forward_only(replace(over_blocks, stages=stages), learning)
         links = edges(decision, graph)
-        estimates = stage_estimates(decision, links, estimator)
-        excess = excess_of(decision, links, estimator)
+        contexts = stage_contexts(decision, links, estimator)
+        estimates = tuple([estimator.stage(context) for context in contexts])
+        excess = excess_of(decision, contexts, estimator)
         if max(excess) <= 0:  # first, since to simulate a long program takes longer
             own_ns = simulated_ns(decision, estimates, links, tied(decision, graph), estimator, whole=True)
             preference = replace(evaluation, step_ns=own_ns).preference
@@ -183,7 +183,7 @@ def _explained(
 def _ranks_note(taken: Finalized, estimator: Estimator, shards: int) -> str:
     """Return the note on ranks that run several stages: how many, and the memory of the fullest."""
     decision = taken.decision
-    excess = excess_of(decision, taken.program.edges, estimator)
+    excess = excess_of(decision, stage_contexts(decision, taken.program.edges, estimator), estimator)
     worst = max(range(len(excess)), key=excess.__getitem__)
     ranks = decision.stages[worst].ranks
     fullest = f"rank {ranks[0] * shards} is the fullest"

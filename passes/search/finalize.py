@@ -37,6 +37,7 @@ from autopart.passes.simulation.estimate import (
     estimate,
     excess_of,
     simulated_ns,
+    stage_estimates,
     timeline_of,
     work_of,
 )
@@ -109,9 +110,8 @@ def finalize(
         stages = lower_to_ops(over_blocks.stages, evaluation.space, graph)
         decision = with_forward_only(replace(over_blocks, stages=stages), learning)
         links = edges(decision, graph)
-        contexts = stage_contexts(decision, links, estimator)
-        estimates = tuple([estimator.stage(context) for context in contexts])
-        excess = excess_of(decision, contexts, estimator)
+        estimates = stage_estimates(decision, links, estimator)
+        excess = excess_of(decision, stage_contexts(decision, links, estimator), estimator)
         if max(excess) <= 0:  # first, since to simulate a long program takes longer
             own_ns = simulated_ns(decision, estimates, links, tied(decision, graph), estimator, whole=True)
             preference = replace(evaluation, step_ns=own_ns).preference

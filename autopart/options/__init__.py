@@ -102,7 +102,9 @@ def read_options(**given: Any) -> Options:
     options = Options(**{name: OPTIONS[name].values.read(name, value) for name, value in decided.items()})
     if options.plan is not None:
         for name, row in OPTIONS.items():
-            if row.planned and getattr(options, name) != getattr(_DEFAULTS, name):
+            value, default = getattr(options, name), getattr(_DEFAULTS, name)
+            asked = name in decided and value and value != "auto"  # tensor_parallel=1 decides, though it is the default
+            if row.planned and (value != default or asked):
                 raise UsageError(f"both plan= and {name}= are given", why="the plan decides it", fix=f"drop {name}=")
     return options
 

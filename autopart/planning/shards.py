@@ -49,8 +49,10 @@ def _refusals(graph: Graph, options: Options, plan: Plan | None) -> Iterator[tup
     for op in graph.ops:
         if "batch_norm" in op.target and ("training", True) in op.attrs:
             yield f"batch statistics (module {op.module} at {op.where})", "put the norm into eval mode"
-        if op.random and op_name(op.target) not in (*DROPOUTS, ATTENTION):
-            yield f"random numbers (module {op.module} at {op.where})", "set the p of dropout to 0"
+        name = op_name(op.target)
+        if op.random and name not in (*DROPOUTS, ATTENTION):
+            fix = "set its p to 0" if "dropout" in name else "give the model what it draws as an input"
+            yield f"random numbers of {name} ({op.module or 'the model'}, {op.where})", fix
     if graph.before:
         yield "a plan that begins behind frozen layers", "train all layers"
     if plan is not None and not find(plan.schedule).synchronous:

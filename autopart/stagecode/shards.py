@@ -24,9 +24,10 @@ from autopart.passes.tokens.recipe import INVERT, LOSS, MADE, SHIFT, Recipe
 from autopart.passes.tokens.recipe import MEAN as MEAN_OF_ALL
 from autopart.planning.derive.sliced_shards import kept_state
 from autopart.rng import keyed_rows, memory_order
+from autopart.runtime.stages.recomputation import RecomputedGroup
 from autopart.runtime.stages.shard_group import ClassEntropy, Drawn, Exchange, Members, RowEntropy, Vocabulary
 from autopart.runtime.stages.slice_functions import drawn
-from autopart.runtime.stages.stage_module import RecomputedGroup, StageModule, StateBuffer
+from autopart.runtime.stages.stage_module import StageModule, StateBuffer
 from autopart.stagecode.beside import states_beside
 
 _aten = torch.ops.aten

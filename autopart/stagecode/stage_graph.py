@@ -14,8 +14,8 @@ from torch import fx, nn
 
 from autopart.capture.trace.grouped_products import kernel_of
 from autopart.rng import keyed_rows
+from autopart.runtime.stages.recomputation import RecomputedGroup
 from autopart.runtime.stages.slice_functions import Rows
-from autopart.runtime.stages.stage_module import RecomputedGroup
 from autopart.stagecode.memory import laid_for
 
 

@@ -7,7 +7,7 @@ cuts that are off by up to a quarter of a stage.  All are evaluated like the pla
 compared by its criterion, under which more stages and other orders have to be worth it, and with the fastest one found.
 Times are analytic: ratios are meaningful, milliseconds are not.
 
-    python -m benchmarks.planning.unlike                     all; writes results/unlike.json
+    python -m benchmarks.planning.unlike                     all; writes results/unlike.json after each case
     python -m benchmarks.planning.unlike --only 4090         only matching cases; other recorded results are kept
     python -m benchmarks.planning.unlike --show              also prints the plans
 """
@@ -333,18 +333,18 @@ def main() -> None:
             continue
         with torch.device("meta"):
             module, batch, options = made()
-        captures = CaptureCache(module)
+        loss_fn = options.get("loss_fn")
+        captures, given_batch = CaptureCache(module, loss_fn), flatten(batch, with_target=loss_fn is not None)
         for name in names:
             case = f"{model} on {name}"
-            done[case] = found = result(asked(captures, flatten(batch), CLUSTERS[name], options), case)
+            done[case] = found = result(asked(captures, given_batch, CLUSTERS[name], options), case)
+            write("unlike", {"claims": claims_of(done), "cases": done})
             print(line(case, found), flush=True)
             if given.show:
                 print("    ours:", found["plan"])
                 for hand in found["by_hand"].values():
                     print("    best:", hand["best"], "  fastest:", hand["fastest"])
-    claims = claims_of(done)
-    print("written to", write("unlike", {"claims": claims, "cases": done}).name)
-    for claim, holds in claims.items():
+    for claim, holds in claims_of(done).items() if done else ():
         print("holds " if holds else "FAILS ", claim)
 
 

@@ -24,15 +24,33 @@ from autopart.passes.ops.table import keeps
 class RangeCosts:
     """Costs of the blocks at one size on one type of device.
 
-    blocks: a row for each of `FIELDS`.  sizes: bytes of each value between blocks.  enters, returns: [a, b] is the
-    bytes into the range and of their gradients back.  crossing: bytes over each boundary, forward.
+    blocks: a row for each of `FIELDS`.  sizes: bytes of each value between blocks.  crossing: bytes over each boundary,
+    forward.  chain: the blocks, at any size.
     """
 
     blocks: Ints
     sizes: Ints
-    enters: Ints
-    returns: Ints
     crossing: Ints
+    chain: Graph
+
+    @cached_property
+    def _entering(self) -> tuple[Ints, Ints]:
+        return entering_bytes(_resized(self.chain, self.sizes))
+
+    @property
+    def enters(self) -> Ints:
+        """[a, b]: bytes into the range."""
+        return self._entering[0]
+
+    @property
+    def returns(self) -> Ints:
+        """[a, b]: bytes of the gradients of what enters the range."""
+        return self._entering[1]
+
+    def forget(self) -> None:
+        """Drop all matrices; they are computed again when they are asked for."""
+        for name in _MATRICES:
+            vars(self).pop(name, None)
 
     def ranges(self, field: str) -> Ints:
         """[a, b]: the sum over the range of a cost, in its unit (`ir.graph.Cost`)."""
@@ -61,6 +79,16 @@ class RangeCosts:
         for a in range(n - 1):
             result[a, a + 2 :] = np.minimum.accumulate(self.crossing[a + 1 : n])
         return result
+
+
+_MATRICES = "_entering", "largest", "kept", "least_crossing"
+_SIZES_KEPT = 8
+"""Sizes whose matrices are kept: 60 MB each of the most blocks."""
+
+
+def _resized(blocks: Graph, sizes: Ints) -> Graph:
+    values = tuple(replace(v, size_bytes=size) for v, size in zip(blocks.values, sizes.tolist(), strict=True))
+    return replace(blocks, values=values)
 
 
 def largest(amounts: Ints) -> Ints:
@@ -100,18 +128,18 @@ class BlockChain:
     def range_costs(self, size: Size, device_type: int = 0) -> RangeCosts:
         """Costs (nanoseconds, bytes, FLOPs) at this size on this type of device."""
         key = size, device_type
-        if key not in self._range_costs:
-            self._range_costs[key] = self._compute(size, device_type)
-        return self._range_costs[key]
+        found = self._range_costs.pop(key, None) or self._compute(size, device_type)
+        self._range_costs[key] = found  # the last one
+        if len(self._range_costs) > _SIZES_KEPT:
+            list(self._range_costs.values())[-1 - _SIZES_KEPT].forget()
+        return found
 
     def graph(self, size: Size, device_type: int = 0) -> Graph:
         """The blocks as a graph with these costs and sizes; shapes are not changed."""
         costs = self.range_costs(size, device_type)
         columns = costs.blocks.T.tolist()
         ops = tuple(replace(op, cost=Cost(*column)) for op, column in zip(self.blocks.ops, columns, strict=True))
-        sizes = costs.sizes.tolist()
-        values = tuple(replace(v, size_bytes=size) for v, size in zip(self.blocks.values, sizes, strict=True))
-        return replace(self.blocks, size=size, ops=ops, values=values)
+        return replace(_resized(self.blocks, costs.sizes), size=size, ops=ops)
 
     def _compute(self, size: Size, device_type: int) -> RangeCosts:
         table = self.cost_model.table(size, device_type)
@@ -121,12 +149,10 @@ class BlockChain:
         np.maximum.at(sums[scratch], self._block_of_op, table.columns[scratch])
         tails = table.columns[FIELDS.index("fwd_ns")] * self._in_tail
         sums[FIELDS.index("tail_ns")] = np.bincount(self._block_of_op, weights=tails, minlength=self.n)
-        values = tuple(replace(v, size_bytes=table.value_bytes[v.name]) for v in self.blocks.values)
-        resized = replace(self.blocks, values=values)
-        enters, returns = entering_bytes(resized)
-        sizes = np.array([v.size_bytes for v in values], dtype=np.int64)
-        forward = replace(resized, values=tuple(replace(v, grad=False) for v in values))
-        return RangeCosts(sums.astype(np.int64), sizes, enters, returns, crossing_bytes(forward))
+        sizes = np.array([table.value_bytes[v.name] for v in self.blocks.values], dtype=np.int64)
+        resized = _resized(self.blocks, sizes)
+        forward = replace(resized, values=tuple(replace(v, grad=False) for v in resized.values))
+        return RangeCosts(sums.astype(np.int64), sizes, crossing_bytes(forward), self.blocks)
 
 
 def _in_tail(captured: Graph, block_of_op: Sequence[int]) -> Ints:

@@ -82,6 +82,8 @@ def _reductions() -> Iterator[OpRow]:
         nanmean aminmax argmax argmin all any var_mean std_mean count_nonzero median nanmedian max.dim min.dim
         max.default min.default""")
     yield from over("mode kthvalue", named_by="dim=-1")
+    yield from _rows("linalg_det", "...mn -> ...", family="reduction", mixes="mn", saves="both")
+    yield from _rows("linalg_slogdet", "...mn -> ..., ...", family="reduction", mixes="mn", saves="both")
     yield from pair("cosine_similarity", named_by="dim=1", saves="both")
     yield from pair("pairwise_distance", named_by="dim=-1")
     yield from along("softmax _softmax _safe_softmax log_softmax _log_softmax", saves="output")

@@ -255,6 +255,8 @@ def in_proportion(decision: Decision, estimator: Estimator, least_rows: int = 1)
 
 def _in_proportion(stage: Stage, micro_rows: Sequence[int], estimator: Estimator, least_rows: int) -> Stage:
     rows = max(micro_rows)
+    if len(estimator.device_types) == 1:
+        return stage
     kinds = [estimator.device_types.index(estimator.cluster.devices[rank]) for rank in stage.ranks]
     if len(set(kinds)) == 1 or rows < least_rows * len(kinds) or not stage.division.splits:
         return stage

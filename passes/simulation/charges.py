@@ -191,8 +191,8 @@ def recomputation(share: Share) -> Amounts:
     """Charge for each recomputed group what it keeps, its inputs instead of what its ops save (its outputs are kept by
     their readers), and a second forward; for the largest what it saves in its own backward.
 
-    The second forward ends with the last op whose result autograd needs (torch.utils.checkpoint stops there): a product
-    at its end, of which only the operands are kept, does not run again.
+    The second forward ends with the last op whose result autograd needs (`runtime/stages/recomputation` stops there): a
+    product at its end, of which only the operands are kept, does not run again.
     """
     groups, indices = share.stage.recompute, [*share.types.values()]
     if not groups:

@@ -314,7 +314,7 @@ def _wires(work: Work) -> dict[_Key, Wire]:
     loads += [((SUM_REPLICAS, stage), *load) for stage, load in enumerate(work.reduce)]
     loads += [((OPTIMIZER, stage), *load) for stage, load in enumerate(work.gather)]
     loads += [((SUM_TIED, place), size, load) for place, (_, size, load) in enumerate(work.tied)]
-    loads = [(key, size, load) for key, size, load in loads if size and load.ways]
+    loads = [(key, size, load) for key, size, load in loads if size and load.kinds]
     different = tuple(dict.fromkeys(load for _, _, load in loads))
     ports = dict(zip(different, merged(different), strict=True))
     found = {}

@@ -77,7 +77,9 @@ class Estimator:
     def stage_on(self, stage: StageContext, ranks: Sequence[int]) -> Estimate:
         """Return the estimate of a stage on the slowest of some ranks, which have equal shares of a micro-batch."""
         rows = stage.stage.division.part(stage.rows, stage.stage.ranks.index(ranks[0]))
-        kinds = sorted({self.device_types.index(self.cluster.devices[rank]) for rank in ranks})
+        kinds = [0]
+        if len(self.device_types) > 1:
+            kinds = sorted({self.device_types.index(self.cluster.devices[rank]) for rank in ranks})
         types = {self.device_types[kind]: self.graph(Size(rows), kind) for kind in kinds}
         whole = self.graph(Size(stage.rows))
         return charged(Share(stage, ranks, whole, types, self.cluster, self.loads, self.state_factor, self.group_ns))

@@ -14,17 +14,23 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache, partial
+from itertools import compress
+from typing import Any, NamedTuple
 
-from autopart.ir.cluster import DEVICE_KINDS, Cluster, Port
+import numpy as np
+import numpy.typing as npt
+
+from autopart.ir.cluster import DEVICE_KINDS, Cluster, Level, Port
 from autopart.ir.decision import Stage
 from autopart.ir.shares import common_period, split_rows
+from autopart.passes.graph.cuts import Floats, Ints
 
 _Hop = tuple[int, int, float]
 """Sender, receiver, and bytes between them per byte of the whole."""
 PortUse = tuple[Port, bool]
 """A port and whether it is used inwards.  The network card of a rank is (-1 - index of the level, rank)."""
-
-
+_BITS = 40
+"""Of a port's code: those of the group or rank."""
 Kind = tuple[float, int]
 """What a load puts on a port: bytes per byte of the whole, and the bytes/s of the port."""
 
@@ -33,19 +39,38 @@ Kind = tuple[float, int]
 class PortLoad:
     """The bytes over each port used, per byte of the whole.
 
-    latency_ns: of the slowest hop.  ways: the ports and their directions.  shares: bytes over each.  rates: bytes/s.
-    Two loads are one only if they are the same object: comparing them port by port takes as long as making them.
+    latency_ns: of the slowest hop.  codes: the ports and their directions (`_codes`).  shares: bytes over each.  rates:
+    bytes/s.  Two loads are one only if they are the same object: comparing them port by port takes as long as making
+    them.
     """
 
     latency_ns: int
-    ways: tuple[PortUse, ...]
-    shares: tuple[float, ...]
-    rates: tuple[int, ...]
+    codes: Ints
+    shares: Floats
+    rates: Ints
 
     @cached_property
+    def _by_kind(self) -> tuple[tuple[Kind, ...], Ints]:
+        """The different kinds, and for each port the place of its own among them."""
+        shares, rates = _numbered(self.shares)[1], _numbered(self.rates)[1]
+        first, kinds = _numbered(shares * (len(rates) + 1) + rates)
+        return tuple(zip(self.shares[first].tolist(), self.rates[first].tolist(), strict=True)), kinds
+
+    @property
+    def ways(self) -> tuple[PortUse, ...]:
+        """The ports and whether they are used inwards."""
+        ends = [(code >> 1, bool(code & 1)) for code in self.codes.tolist()]
+        return tuple([((end >> _BITS, end & ((1 << _BITS) - 1)), inwards) for end, inwards in ends])
+
+    @property
     def kinds(self) -> tuple[Kind, ...]:
-        """What it puts on its ports; few are different."""
-        return tuple(dict.fromkeys(zip(self.shares, self.rates, strict=True)))
+        """What it puts on its ports; few are different, none if it has no ports."""
+        return self._by_kind[0]
+
+    @property
+    def kind_of(self) -> Ints:
+        """For each port the place of what it puts there among `kinds`."""
+        return self._by_kind[1]
 
     def busy_ns(self, size_bytes: int) -> dict[Kind, int]:
         """Return the nanoseconds that size_bytes keep the ports of each kind busy.  O(kinds)."""
@@ -53,7 +78,7 @@ class PortLoad:
 
     def alone_ns(self, size_bytes: int) -> int:
         """Return the nanoseconds until all bytes arrive when nothing else is sent; 0 without bytes or ports."""
-        if not size_bytes or not self.ways:
+        if not size_bytes or not self.kinds:
             return 0
         return self.latency_ns + max(self.busy_ns(size_bytes).values())
 
@@ -64,22 +89,44 @@ class PortLoad:
         return self.latency_ns, slowest
 
 
+NO_PORTS = PortLoad(0, np.zeros(0, dtype=np.int64), np.zeros(0), np.zeros(0, dtype=np.int64))
+"""Of what is sent to nobody."""
+
+
 @lru_cache(maxsize=32)
 def merged(loads: tuple[PortLoad, ...]) -> tuple[tuple[tuple[int, Kind], ...], ...]:
     """Return what each load puts on which ports, by their numbers.
 
     Ports on which every one of these loads puts the same are always busy together, so they count as one: replicas cost
-    nothing.  O(ports of all loads), once for plans on the same ranks.
+    nothing.  Load by load, the ports that are alike so far part by what it puts on them.  O(ports of all loads · log),
+    once for plans on the same ranks.
     """
-    users: dict[PortUse, list[tuple[int, Kind]]] = {}
-    for number, load in enumerate(loads):
-        for way, share, rate in zip(load.ways, load.shares, load.rates, strict=True):
-            users.setdefault(way, []).append((number, (share, rate)))
     found: list[list[tuple[int, Kind]]] = [[] for _ in loads]
-    for port, used in enumerate(dict.fromkeys(map(tuple, users.values()))):
-        for number, kind in used:
-            found[number].append((port, kind))
+    if not loads:
+        return ()
+    first, places = _numbered(np.concatenate([load.codes for load in loads]))
+    state, end = np.zeros(len(first), dtype=np.int64), 0
+    used: list[tuple[tuple[int, Kind], ...]] = [()]  # by state: what ports in it carry, by the number of the load
+    for number, load in enumerate(loads):
+        own, end = places[end : end + len(load.codes)], end + len(load.codes)
+        parted = state[own] * len(load.kinds) + load.kind_of
+        first, fresh = _numbered(parted)
+        state[own] = len(used) + fresh
+        for before, kind in (divmod(each, len(load.kinds)) for each in parted[first].tolist()):
+            used.append((*used[before], (number, load.kinds[kind])))
+    for port, last in enumerate(state[_numbered(state)[0]].tolist()):
+        for number, carried in used[last]:
+            found[number].append((port, carried))
     return tuple(map(tuple, found))
+
+
+def _numbered(values: npt.NDArray[Any]) -> tuple[Ints, Ints]:
+    """Return the places of the different values where they come first, and for each value its number among these."""
+    _, first, inverse = np.unique(values, return_index=True, return_inverse=True)
+    order = np.argsort(first)
+    number = np.empty_like(order)
+    number[order] = np.arange(len(order))
+    return first[order], number[inverse]
 
 
 def p2p_load(
@@ -119,7 +166,7 @@ def ring_load(cluster: Cluster, ranks: tuple[int, ...], turns: int) -> PortLoad:
     """
     n = len(ranks)
     if n < 2:
-        return PortLoad(0, (), (), ())
+        return NO_PORTS
     share = turns * (n - 1) / n
     order = sorted(ranks)
     hops = [(a, b, share) for a, b in zip(order, [*order[1:], order[0]], strict=True)]
@@ -134,8 +181,7 @@ def _over_all_cards(cluster: Cluster, hops: Sequence[_Hop], ranks: Sequence[int]
     """
     flows: list[_Hop] = []
     members: dict[int, defaultdict[int, list[int]]] = {}  # by level, the ranks of each group of the one inside it
-    for sender, receiver, share in hops:
-        index = cluster.level(sender, receiver)
+    for (sender, receiver, share), index in zip(hops, _between(cluster, hops).levels.tolist(), strict=True):
         if index and cluster.levels[index].link.flow_bytes_per_s:
             group = cluster.levels[index - 1].group
             if index not in members:
@@ -148,27 +194,67 @@ def _over_all_cards(cluster: Cluster, hops: Sequence[_Hop], ranks: Sequence[int]
     return flows
 
 
+class _Hops(NamedTuple):
+    """Hops as arrays: the ranks that send and receive, the index of the level that holds both, and the group of each in
+    the level inside it, or the rank itself."""
+
+    senders: Ints
+    receivers: Ints
+    levels: Ints
+    out: Ints
+    into: Ints
+
+
+def _between(cluster: Cluster, hops: Sequence[_Hop]) -> _Hops:
+    """Return `Cluster.level` and `Cluster.ports` of all hops at once."""
+    senders, receivers = (np.array([hop[end] for hop in hops], dtype=np.int64) for end in (0, 1))
+    groups = [(senders, receivers), *((_groups(level, senders), _groups(level, receivers)) for level in cluster.levels)]
+    last = len(cluster.levels) - 1
+    levels, out, into = (np.full(len(hops), last), *(each.copy() for each in groups[last]))
+    for index in reversed(range(last)):
+        same = groups[index + 1][0] == groups[index + 1][1]
+        levels[same], out[same], into[same] = index, groups[index][0][same], groups[index][1][same]
+    return _Hops(senders, receivers, levels, out, into)
+
+
+def _groups(level: Level, ranks: Ints) -> Ints:
+    """Return `Level.group` of many ranks."""
+    return np.searchsorted(np.cumsum(level.groups), ranks, side="right") if level.groups else ranks // level.size
+
+
+def _codes(levels: Ints, ends: Ints, inwards: bool) -> Ints:
+    """Return one number for each port and direction (`PortLoad.ways`)."""
+    return np.asarray(((levels << _BITS) + ends) * 2 + inwards)
+
+
 def _load(cluster: Cluster, hops: Sequence[_Hop], flows: Sequence[_Hop], rounds: int) -> PortLoad:
     """Return the load of these transfers.
 
     hops: carried by ports.  flows: carried by the network cards of single ranks, where a port has several.
     """
-    shares: dict[PortUse, float] = {}
-    latency = 0
-    for sender, receiver, share in hops:
-        out, into = cluster.ports(sender, receiver)
-        shares[out, False] = shares.get((out, False), 0.0) + share
-        shares[into, True] = shares.get((into, True), 0.0) + share
-        latency = max(latency, cluster.link(sender, receiver).latency_ns)
-    rates = [cluster.levels[port[0]].link.bytes_per_s for port, _ in shares]
-    for sender, receiver, share in flows:
-        index = cluster.level(sender, receiver)
-        rate = cluster.levels[index].link.flow_bytes_per_s
-        for card in (((-1 - index, sender), False), ((-1 - index, receiver), True)) if rate else ():
-            if card not in shares:
-                rates.append(rate)
-            shares[card] = shares.get(card, 0.0) + share
-    return PortLoad(latency * rounds, tuple(shares), tuple(shares.values()), tuple(rates))
+    links = [level.link for level in cluster.levels]
+    latencies, rates, of_cards = (
+        np.array(each, dtype=np.int64)
+        for each in zip(*((link.latency_ns, link.bytes_per_s, link.flow_bytes_per_s) for link in links), strict=True)
+    )
+    by_port = _between(cluster, hops)
+    ports = _summed(by_port.levels, by_port.out, by_port.into, hops, rates[by_port.levels])
+    by_card = _between(cluster, flows) if flows is not hops else by_port
+    has_cards = of_cards[by_card.levels] > 0
+    levels, senders, receivers = (each[has_cards] for each in (by_card.levels, by_card.senders, by_card.receivers))
+    carried = list(compress(flows, has_cards.tolist()))
+    cards = _summed(-1 - levels, senders, receivers, carried, of_cards[levels])
+    latency = int(latencies[by_port.levels].max(initial=0))
+    return PortLoad(latency * rounds, *(np.concatenate(pair) for pair in zip(ports, cards, strict=True)))
+
+
+def _summed(levels: Ints, out: Ints, into: Ints, hops: Sequence[_Hop], rates: Ints) -> tuple[Ints, Floats, Ints]:
+    """Return the ports of hops, in the order in which these use them, the sums of the shares over each, and rates."""
+    codes = np.stack([_codes(levels, out, False), _codes(levels, into, True)], axis=1).ravel()
+    first, number = _numbered(codes)
+    shares = np.repeat(np.array([hop[2] for hop in hops], dtype=np.float64), 2)
+    summed = np.bincount(number, weights=shares, minlength=len(first)).astype(np.float64)
+    return codes[first], summed, np.repeat(rates, 2)[first]
 
 
 def moved_by(cluster: Cluster) -> int:

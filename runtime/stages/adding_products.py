@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from autopart.runtime.stages.products import are_faster, kernel_of
-from autopart.runtime.stages.stage_module import RecomputedGroup
+from autopart.runtime.stages.recomputation import RecomputedGroup
 from autopart.runtime.stages.weight_gradients import product
 
 _aten = torch.ops.aten

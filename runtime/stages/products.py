@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
+from autopart.runtime.stages.recomputation import ends_with
+
 _LEAST_FLOPS = 4_000_000
 """Of a product; a smaller one is over before oneDNN has begun."""
 _aten = torch.ops.aten
@@ -70,7 +72,9 @@ class _Multiplied(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         to_left, to_right, _ = ctx.needs_input_grad
-        ctx.save_for_backward(left if to_right else None, right if to_left else None)  # a frozen weight keeps no rows
+        saved = left if to_right else None, right if to_left else None  # a frozen weight keeps no rows
+        ctx.save_for_backward(*saved)
+        ends_with(*saved)
         ctx.shape = left.shape
         ctx.has_bias = bias is not None
         return multiply(left, right, bias)

@@ -7,11 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 from torch.autograd.function import once_differentiable
-from torch.utils.checkpoint import checkpoint
-
-from autopart.rng import current_key, micro_key
 
 Cast = tuple[str, torch.dtype]
 """A copy of a parameter in another precision: the parameter's name and the dtype."""
@@ -178,30 +175,6 @@ def trained_leaf(weight: torch.Tensor) -> torch.Tensor | None:
     if made_by is None:
         return weight
     return made_by.parameter if isinstance(made_by, _UseCast._backward_cls) else None  # type: ignore[attr-defined]
-
-
-class RecomputedGroup(nn.Module):
-    """Runs `body` in the forward, and again in the backward to compute what autograd needs; only inputs are kept.
-
-    Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016), section 3.
-    """
-
-    def __init__(self, body: fx.GraphModule) -> None:
-        super().__init__()
-        self.body = body
-
-    def forward(self, *inputs: torch.Tensor) -> Any:
-        """Return what `body` returns.  Random ops draw the same numbers both times: they use the key of the forward,
-        since the backward may run in a thread of autograd or while another micro-batch's key is set."""
-        if not torch.is_grad_enabled():
-            return self.body(*inputs)
-        key = current_key()
-
-        def run(*args: torch.Tensor) -> Any:
-            with micro_key(*key):
-                return self.body(*args)
-
-        return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
 def awaited(parameter: torch.Tensor) -> torch.Tensor:

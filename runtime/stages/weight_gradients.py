@@ -28,6 +28,7 @@ import torch
 
 from autopart.runtime.masters import gradient_dtype
 from autopart.runtime.stages.products import multiply, takes_onednn, times
+from autopart.runtime.stages.recomputation import ends_with
 from autopart.runtime.stages.stage_module import trained_leaf
 
 _PIECE_BYTES = 4 << 20
@@ -156,6 +157,7 @@ class _Product(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         kept, ctx.source = (x, None) if again is None else again
         ctx.save_for_backward(kept, weight)
+        ends_with(kept, weight)
         return multiply(x, weight.t() if transposed else weight, bias)
 
     @staticmethod

@@ -21,8 +21,8 @@ class StopSignals:
     """Notes these signals between `enter` and `leave`, instead of ending the process.
 
     asked: number of the first one, 0 for none; it stays after `leave`.  A handler of the user's from before is called
-    too, one that the user installs later replaces this one, and a signal that is ignored stays ignored.  Python calls
-    handlers in the main thread, so nothing is caught where another thread enters.
+    too, one that the user installs later replaces this one until the next `enter`, and a signal that is ignored stays
+    ignored.  Python calls handlers in the main thread, so nothing is caught where another thread enters.
     """
 
     def __init__(self, again: Callable[[], Any] | None = None, after_s: float = AGAIN_S) -> None:
@@ -34,14 +34,19 @@ class StopSignals:
         self._again = again or _end_by_it
         self._inside = 0
         self._before: dict[int, Any] = {}
+        self._handling: set[int] = set()
         self._pid, self._terminated_at = 0, 0.0
 
     def enter(self) -> None:
-        """Catch the signals.  May be called again; as many calls of `leave` end it."""
+        """Catch the signals.  May be called again; as many calls of `leave` end it.
+
+        Each call catches anew what a handler of the user's has taken over meanwhile: an older pipe may still be open,
+        one that was never closed perhaps, when the user installs a handler and compiles another."""
         self._inside += 1
-        if self._inside > 1 or threading.current_thread() is not threading.main_thread():
+        if threading.current_thread() is not threading.main_thread():
             return
-        self._pid, self._terminated_at = os.getpid(), 0.0
+        if self._inside == 1:
+            self._pid, self._terminated_at = os.getpid(), 0.0
         for number in SIGNALS:
             before = signal.getsignal(number)
             if before not in (None, signal.SIG_IGN, self._handle):  # None: installed by code that is not Python
@@ -65,6 +70,8 @@ class StopSignals:
         return caught
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number in self._handling:  # the user's handler was installed over this one and calls it in turn
+            return
         before = self._before.get(number, signal.SIG_DFL)
         if os.getpid() != self._pid:  # a forked child, of a data loader perhaps: as if nothing was installed
             signal.signal(number, before)
@@ -80,7 +87,11 @@ class StopSignals:
         self.asked = self.asked or number
         self._caught.append(number)
         if callable(before):
-            before(number, frame)
+            self._handling.add(number)
+            try:
+                before(number, frame)
+            finally:
+                self._handling.discard(number)
 
 
 def _end_by_it() -> None:

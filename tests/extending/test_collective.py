@@ -14,7 +14,7 @@ from autopart.ir.errors import ProgramError
 from autopart.passes.program.messages import check_messages
 from autopart.passes.program.verify import check_program
 from autopart.passes.simulation.simulate import Work, simulate
-from autopart.passes.simulation.traffic import PortLoad
+from autopart.passes.simulation.traffic import NO_PORTS
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def test_a_row_of_the_table_is_routed_verified_proven_and_simulated() -> None:
     assert str(p).endswith("0N 0A 0O 1O") and str(parse_action("0N")) == "0N"
     check_program(p, "1f1b")
     check_messages(p)
-    timeline = simulate(p, Work((1, 1), (1, 1), (1, 1), {}, tied=(((0, 1), 0, PortLoad(0, (), (), ())),)))
+    timeline = simulate(p, Work((1, 1), (1, 1), (1, 1), {}, tied=(((0, 1), 0, NO_PORTS),)))
     assert {span.rank for span in timeline.spans if span.action.kind == "N"} == {0, 1}
 
 

@@ -52,7 +52,7 @@ def test_impossible_options_are_refused_before_any_work(options, words):
 def test_a_plan_excludes_what_it_fixes():
     options = {"stages": 2, "micro_batches": 2, "cuts": ["2"], "schedule": "gpipe", "replicas": 1}
     options |= {"recompute": "off", "together": ["0"], "pins": {"0": 0}, "zero": 0, "bucket_bytes": 4096}
-    options |= {"replica_policy": "split", "token_slices": 2, "prove": 1.0}
+    options |= {"replica_policy": "split", "token_slices": 2, "prove": 1.0, "tensor_parallel": 1}
     plan = planned()
     for name, value in options.items():
         with refused(UsageError, f"both plan= and {name}="):

@@ -28,6 +28,7 @@ from autopart.capture.python.habits.all_sizes import rejoined
 from autopart.capture.source_location import line_of
 from autopart.capture.trace.autocast import replace_region, spread_autocast
 from autopart.capture.trace.export import JVP_FIX
+from autopart.capture.trace.fresh_writes import without_fresh_writes
 from autopart.capture.trace.functional import functional_graph
 from autopart.ir.errors import RefusedError
 from autopart.passes.ops.row import ASSERTION, POINTWISE, VIEW
@@ -54,6 +55,8 @@ def lower(program: ExportedProgram) -> tuple[ExportedProgram, fx.GraphModule]:
     _inline_grad_regions(program.graph_module, program.graph_signature)
     with contextlib.suppress(NotImplementedError):  # then its ops have no line of the user's
         spread_autocast(program)
+    if without_fresh_writes(program.graph):
+        program.graph_module.recompile()
     graph = functional_graph(program)
     if graph is None:
         program = program.run_decompositions({})

@@ -35,8 +35,9 @@ from autopart.passes.ops.row import VIEW
 from autopart.passes.ops.table import row_of
 from autopart.runtime.activity import patient
 from autopart.runtime.stages.compiled_segment import Code, CompiledSegment, Form, form_of
+from autopart.runtime.stages.recomputation import RecomputedGroup
 from autopart.runtime.stages.shard_group import Exchange
-from autopart.runtime.stages.stage_module import RecomputedGroup, StageModule
+from autopart.runtime.stages.stage_module import StageModule
 from autopart.stagecode.stage_graph import text_of
 
 LEAST_KERNELS = 2

@@ -336,6 +336,24 @@ def test_what_does_not_run_with_tensor_parallelism_is_refused_by_name(given: dic
         autopart.plan(gpt(), **options(4, tensor_parallel=2, **given))
 
 
+class Noisy(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x)
+        return (x + torch.randn_like(x)).square().mean()
+
+
+def test_random_ops_other_than_dropout_are_refused_with_a_way_out_that_is_theirs() -> None:
+    with pytest.raises(
+        autopart.RefusedError, match=r"(?s)random numbers of randn_like.*what it draws as an input"
+    ) as seen:
+        autopart.plan(Noisy(), "cpu:2", sample=torch.ones(4, 8), tensor_parallel=2)
+    assert __file__ in str(seen.value) and "dropout" not in str(seen.value)
+
+
 def test_auto_takes_the_fastest_of_all_that_fit_and_shows_the_others() -> None:
     plans = {n: autopart.plan(gpt(), **options(4, tensor_parallel=n, stages=1)) for n in (1, 2, 4, "auto")}
     best = plans["auto"]

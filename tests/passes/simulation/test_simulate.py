@@ -359,7 +359,7 @@ def check_ports(timeline: Timeline, work: Work) -> None:
     for span in timeline.spans:
         if span.action.is_a.role == SEND and span.end_ns > span.start_ns and span.action.peer is not None:
             size, (load,) = work.messages[span.action.stage, span.action.peer, span.action.is_a.way]
-            for way, share, rate in zip(load.ways, load.shares, load.rates, strict=True):
+            for way, share, rate in zip(load.ways, load.shares.tolist(), load.rates.tolist(), strict=True):
                 busy = load.busy_ns(size)[share, rate]
                 taken.setdefault(way, []).append((span.start_ns, span.start_ns + busy))
     for intervals in taken.values():

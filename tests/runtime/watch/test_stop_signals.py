@@ -61,6 +61,26 @@ def test_a_handler_that_the_user_installs_later_stays() -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
 
+def test_a_handler_of_the_user_over_that_of_an_open_pipe_is_called_by_the_next_one_and_once() -> None:
+    stop, seen = StopSignals(), []
+    stop.enter()
+
+    def own(number: int, frame: object) -> None:
+        seen.append(number)
+        earlier(number, frame)
+
+    earlier = signal.signal(signal.SIGTERM, own)
+    assert callable(earlier)
+    try:
+        stop.enter()
+        os.kill(os.getpid(), signal.SIGTERM)
+        stop.leave()
+        stop.leave()
+        assert stop.take() == seen == [signal.SIGTERM] and signal.getsignal(signal.SIGTERM) is own
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 def test_an_ignored_signal_stays_ignored() -> None:
     before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from support.oracles.stages_in_process import Replayed, inputs_of, plan_for, replay
 from torch import fx, nn
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopart.batch.batch import flatten
 from autopart.capture import Captured, capture
 from autopart.ir.graph import Cost, Graph, Op
 from autopart.passes.simulation.graph_index import GraphIndex, redone_ns
-from autopart.runtime.stages.stage_module import RecomputedGroup
+from autopart.runtime.stages import products, weight_gradients
+from autopart.runtime.stages.recomputation import RecomputedGroup
 from autopart.stagecode.stage_graph import convex_groups
 
 ROWS, WIDTH = 4, 16
@@ -110,3 +113,113 @@ def test_what_runs_again_is_what_the_planner_charges(names: str) -> None:
     )
     charged = redone_ns([op.name for op in costed], GraphIndex(Graph(1, (), (), costed, ("x",), ())))
     assert charged == sum(10**i for i, name in enumerate(names.split()[: len(again)])), again
+
+
+def chain(*steps: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> RecomputedGroup:
+    """Return a group that reads a value and a weight, each step a function of the last result and the weight."""
+    code = fx.Graph()
+    value, weight = code.placeholder("x"), code.placeholder("weight")
+    for step in steps:
+        value = code.call_function(step, (value, weight))
+    code.output(value)
+    return RecomputedGroup(fx.GraphModule(nn.Module(), code))
+
+
+def squared(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x * x
+
+
+def adding(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return weight_gradients.product(x, weight, None, True)
+
+
+def by_onednn(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return products._Multiplied.apply(x, weight.t(), None)
+
+
+def read_twice(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return _ReadsTwice.apply(x)
+
+
+class _ReadsTwice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return grads[0] * (ctx.saved_tensors[0] * 0 + ctx.saved_tensors[0] * 0 + 1)
+
+
+def leaf(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), requires_grad=True)
+
+
+@pytest.mark.parametrize("product", [adding, by_onednn])
+@pytest.mark.parametrize(("behind", "again"), [((), 1), ((squared,), 2)])
+def test_a_product_written_in_python_runs_again_only_for_ops_behind_it(
+    monkeypatch: pytest.MonkeyPatch, product: Any, behind: tuple[Any, ...], again: int
+) -> None:
+    """The first of two products always runs again, since the square behind it saves its result."""
+    ran: list[None] = []
+
+    def multiply(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        ran.append(None)
+        return F.linear(left, right.t(), bias)
+
+    for module in (weight_gradients, products):
+        monkeypatch.setattr(module, "multiply", multiply)
+    group = chain(product, squared, product, *behind)
+    counts, gradients = [], []
+    for code in (group.body, group):
+        x, weight = leaf(ROWS, WIDTH), leaf(WIDTH, WIDTH)
+        result = code(x.sigmoid(), weight).sum()
+        ran.clear()
+        result.backward()
+        counts.append(len(ran))
+        gradients.append((x.grad, weight.grad))
+    assert counts[1] - counts[0] == again
+    assert all(map(torch.equal, *gradients))
+
+
+def test_a_group_keeps_its_inputs_alone_and_frees_them_in_the_backward() -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def noted(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        result = x.sin()
+        made.append(weakref.ref(result))
+        return result
+
+    x = leaf(ROWS, WIDTH)
+    given = x.sigmoid()
+    seen = weakref.ref(given)
+    result = chain(squared, noted, squared, squared)(given, x)
+    del given
+    assert made[0]() is None and seen() is not None
+    result.sum().backward()
+    assert [each() for each in made] == [None, None] and seen() is None
+
+
+def test_an_input_that_was_written_to_since_is_refused() -> None:
+    x, other = leaf(ROWS, WIDTH), torch.ones(ROWS, WIDTH)
+    result = chain(torch.mul, squared)(x, other)
+    other.add_(1)
+    with pytest.raises(RuntimeError, match="changed in place before its backward"):
+        result.sum().backward()
+
+
+def test_a_group_that_saves_fewer_tensors_again_is_refused() -> None:
+    calls: list[int] = []
+
+    def unlike(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return x.sin() * x if len(calls) == 1 else x + x
+
+    with pytest.raises(RuntimeError, match="saved 5 tensors, and 2 when it ran again"):
+        chain(unlike, squared)(leaf(ROWS, WIDTH), torch.ones(1)).sum().backward()
+
+
+def test_a_tensor_that_a_backward_reads_twice_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="reads a tensor of a recomputed group twice"):
+        chain(squared, read_twice)(leaf(ROWS, WIDTH), torch.ones(1)).sum().backward()

@@ -16,7 +16,7 @@ import autopart
 from autopart.batch.batch import flatten
 from autopart.capture import Captured, capture
 from autopart.runtime.stages import adding_products, stage_module
-from autopart.runtime.stages.stage_module import RecomputedGroup
+from autopart.runtime.stages.recomputation import RecomputedGroup
 from autopart.runtime.stages.weight_gradients import WeightGradient, product
 from autopart.stagecode import split
 

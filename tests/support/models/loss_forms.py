@@ -157,6 +157,10 @@ EXACT: dict[str, tuple[str, Term]] = {
     "transformer block": ("rows", transformer),
     "einsum": ("rows", lambda s, x, y, t, m: torch.einsum("bsd,de,bse->bs", x, s.k, x).mean()),
     "normalised": ("rows", lambda s, x, y, t, m: F.cosine_similarity(F.normalize(y * s.w, dim=-1), y).mean()),
+    "determinants": (
+        "rows",
+        lambda s, x, y, t, m: torch.linalg.slogdet(torch.diag_embed((y * s.w).exp()) + s.k.mT @ s.k)[1].mean(),
+    ),
     "lookup": ("rows", lambda s, x, y, t, m: (s.k[t] * F.one_hot(t, 4)).gather(1, t[:, None]).mean()),
     "gram matrix, linear": ("sum", lambda s, x, y, t, m: ((y * s.w).T @ y * s.k).sum()),
     "sorted and back": ("rows", lambda s, x, y, t, m: (y * s.w)[t.argsort()][t.argsort().argsort()].tanh().mean()),

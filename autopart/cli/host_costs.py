@@ -1,11 +1,12 @@
 """What the hosts of this machine spend on a step besides its ops: processor time of real steps, less that of the ops.
 
-A model of 24 small layers is trained for some steps under four plans, and as it is, in plain torch.  What a rank needs
-beyond plain torch is the host's: of one micro-batch and of many it tells the time of a compute and of a step, of two
-stages that of a message, of replicas that of a sum.  On CPUs the threads that carry messages count too, since they run
-on the cores that compute; beside GPUs the main thread alone.  Processor time does not count waiting; what a rank waits
-for the others once a step, in the exchanges in which all agree, is the time on the clock that a step of one rank takes
-beyond its processor time, while the others have nothing to do but to take part in these exchanges.
+A model of 24 small layers is trained for some steps under five plans, and as it is, in plain torch.  What a rank needs
+beyond plain torch is the host's: of one micro-batch and of many it tells the time of a compute and of a step, of one
+and of many in two stages that of a message, of replicas that of a sum.  On CPUs the threads that carry messages count
+too, since they run on the cores that compute; beside GPUs the main thread alone.  Processor time does not count
+waiting; what a rank waits for the others once a step, in the exchanges in which all agree, is the time on the clock
+that a step of one rank takes beyond its processor time, while the others have nothing to do but to take part in these
+exchanges.
 
 Medians of many steps count: what threads of messages cost varies from step to step, and a step has the mean.  Wrong
 where what is fixed here grows with the model (the number of its parameters, of values between stages), and for
@@ -57,7 +58,10 @@ def measured_host(cluster: Cluster) -> HostCosts:
         staged = replicated = None
         summing_ns = 0.0
         if world > 1:
-            staged, _ = _spent(cluster, (0, 1), stages=2, replicas=1, micro_batches=1)
+            staged = (
+                _spent(cluster, (0, 1), stages=2, replicas=1, micro_batches=1)[0],
+                _spent(cluster, (0, 1), stages=2, replicas=1, micro_batches=MICROS)[0],
+            )
             replicated, summing_ns = _spent(cluster, range(world), stages=1, replicas=world, micro_batches=1, zero=0)
     finally:
         torch.set_num_threads(threads)
@@ -73,22 +77,29 @@ class Waits(NamedTuple):
 
 
 def host_costs(
-    one: float, many: float, staged: float | None, replicated: float | None, *, world: int, waits: Waits
+    one: float,
+    many: float,
+    staged: tuple[float, float] | None,
+    replicated: float | None,
+    *,
+    world: int,
+    waits: Waits,
 ) -> HostCosts:
     """Return the costs that explain what ranks spend, each at least 0.
 
     one: nanoseconds of processor time that a step of one micro-batch takes on one rank, less those of its ops.  many:
-    of `MICROS`.  staged: of one micro-batch in two stages.  replicated: of one, on all `world` ranks.  The last two are
-    None where there is one rank.
+    of `MICROS`.  staged: the same two in two stages.  replicated: of one, on all `world` ranks.  The last two are None
+    where there is one rank.
 
-    m micro-batches on one rank take step + 2 m compute.  Two stages and one micro-batch take two steps, four computes
-    and two messages with two ends each.  n replicas take n steps, 2 n computes, and n times the sum of one bucket.
+    m micro-batches on one rank take step + 2 m compute.  In two stages each takes four computes and two messages with
+    two ends each, whatever the steps of a part of the model take.  n replicas take n steps, 2 n computes, and n times
+    the sum of one bucket.
     """
     compute = max(0.0, (many - one) / (2 * (MICROS - 1)))
     step = max(0.0, one - 2 * compute)
     message = summed = 0.0
     if staged is not None:
-        message = max(0.0, (staged - 2 * step - 4 * compute) / 4)
+        message = max(0.0, (staged[1] - staged[0]) / (4 * (MICROS - 1)) - compute)
     if replicated is not None:
         summed = max(0.0, replicated / world - step - 2 * compute) + waits.sum_ns
     return HostCosts(*(rounded(ns) if ns >= 1 else 0 for ns in (compute, message, summed, step + waits.step_ns)))

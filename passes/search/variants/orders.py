@@ -5,11 +5,8 @@ and on memory, not on where exactly the cuts are, so the best plans of different
 schedule (`Way`), those with several stages a rank with cuts made again (`levelled`), and each is simulated within
 memory like every candidate.  The searched order, which takes longest to find, is tried last and for the few best.
 
-Memory that activations do not take delays W, and W fills the bubble; recomputation makes room at a price.  So a plan
-whose order is searched (`passes.ordering`) is tried with as much recomputed as if its ranks held several numbers of
-micro-batches (`HELD`), with backwards split on all stages, on the later ones alone, whose ranks have memory left under
-1F1B, or on those that recompute nothing.  Each gets one order, found on a shorter step where that is long; the best
-gets an order of the whole step.
+A plan whose order is searched gets one for each of a few ways to run it (`ordered`), found on a shorter step where that
+is long; the best gets an order of the whole step.
 
 Where the planner may choose, an order has to save enough to be worth it (`Candidate.preference`).
 """
@@ -17,24 +14,16 @@ Where the planner may choose, an order has to save enough to be worth it (`Candi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
 from autopart.ir.cluster import DEVICE_KINDS
-from autopart.ir.decision import Decision
-from autopart.ir.plan import Estimate
-from autopart.ir.program import Edge
-from autopart.passes.ordering.lists import RULES, listed
-from autopart.passes.ordering.pipeline import Pipeline, bound_ns, replay
-from autopart.passes.ordering.searched import search_order
 from autopart.passes.program.named import FAMILY, SEARCHED
-from autopart.passes.program.orders import LOOP, ONE, Shape, V, placed
-from autopart.passes.program.routing import Tied, edges, tied
+from autopart.passes.program.orders import LOOP, ONE, V, placed
 from autopart.passes.program.schedules import find
-from autopart.passes.search.evaluation import Candidate, Evaluation, Search, staged
-from autopart.passes.search.recomputation import Choice, recomputed_jointly
+from autopart.passes.search.evaluation import Candidate, Evaluation, Search
 from autopart.passes.search.refinement import (
     actions_of,
     even_bounds,
@@ -45,9 +34,7 @@ from autopart.passes.search.refinement import (
     with_even_cuts,
 )
 from autopart.passes.search.space import ORDERS, PER_RANK, PlanRequest, SearchSpace, blocks_of, is_other
-from autopart.passes.simulation.estimate import stage_estimates, work_of
-from autopart.passes.simulation.simulate import Work
-from autopart.passes.simulation.stage_costs import own_bytes, stage_contexts
+from autopart.passes.search.variants.ordered import Ordered, shortest_way, with_order
 
 SHAPES = 4
 """Plans of different shapes that are tried under other orders; of short programs twice as many, as many of those that
@@ -65,13 +52,6 @@ LITTLE = 0.03
 
 NEAR = 1.1
 """How far above the preferred plan the best one under another order may be to be refined."""
-
-HELD = (1.0, 0.6, 0.35)
-"""Micro-batches that a rank holds, as parts of what it holds under 1F1B, for which recomputation is chosen."""
-SPLIT_FROM = (0.0, 0.5, 0.75)
-"""The first stage whose backward is split, as a part of all."""
-FILLED = 2
-"""Micro-batches per position of the shorter step on which plans are compared."""
 
 
 class Way(NamedTuple):
@@ -97,13 +77,16 @@ def ways(request: PlanRequest) -> list[Way]:
     return found
 
 
-def _trials(search: Search) -> Iterator[tuple[Way, Evaluation, SearchSpace]]:
-    """Yield the orders that the request allows, each with a plan that it may shorten, and the space to cut again."""
+def _trials(search: Search, *, by_kind: bool) -> Iterator[tuple[Way, Evaluation, SearchSpace]]:
+    """Yield the orders that the request allows, each with a plan that it may shorten, and the space to cut again.
+
+    by_kind: also plans that differ in where unlike devices stand.
+    """
     fine, allowed = search.asked, ways(search.asked.request)
     best = search.finalists(SHAPES) if allowed else []
     if best and actions_of(best[0].candidate) <= SMALL:
         best = [*search.finalists(2 * SHAPES), *search.finalists(2 * SHAPES, schedule=FAMILY[0])]
-        best += search.finalists(2 * SHAPES, by_kind=True) if len(fine.costs.device_types) > 1 else []
+        best += search.finalists(2 * SHAPES, by_kind=True) if by_kind and len(fine.costs.device_types) > 1 else []
     different = {(found.candidate.bounds, found.candidate.ranks, found.candidate.micro_rows): found for found in best}
     shapes = [found for found in different.values() if may_gain(found, fine)]
     search.other_orders |= bool(shapes)
@@ -140,7 +123,7 @@ def _even_ns(found: Evaluation) -> float:
 
 def evaluate_named(search: Search, effort: int) -> None:
     """Evaluate the best plans under the other named orders that the request allows."""
-    for way, found, fine in _trials(search):
+    for way, found, fine in _trials(search, by_kind=not search.asked.request.is_free):
         actions = actions_of(under_order(way, found))
         if way.schedule == SEARCHED or (actions > effort and search.fitting):
             continue
@@ -162,7 +145,7 @@ def evaluate_searched(search: Search, effort: int) -> None:
     """
     known: set[object] = set()
     best: tuple[SearchSpace, Candidate, Ordered] | None = None
-    for way, found, fine in _trials(search):
+    for way, found, fine in _trials(search, by_kind=True):
         computes = 3 * under_order(way, found).stages * len(found.candidate.micro_rows)
         if way.schedule != SEARCHED or (computes > effort and known):
             continue
@@ -200,11 +183,18 @@ def refine_ordered(search: Search, effort: int) -> None:
         near = refined(search, found, effort)
         search.tell("refine other orders")
         if near.candidate.order and near is not found:
-            plan = replace(near.candidate, order=(), recompute=(), whole=())
-            way = shortest_way(near.space, plan, near.decision.zero, near.step_ns)
-            if way is not None:
-                search.evaluate(near.space, with_order(near.space, plan, way, MOVES))
+            reordered(search, near, MOVES)
             search.tell("searched orders")
+
+
+def reordered(search: Search, found: Evaluation, effort: int) -> Evaluation | None:
+    """Evaluate a plan with its order searched anew for its cuts; None where none can be shorter.
+
+    effort: as for `with_order`.
+    """
+    plan = replace(found.candidate, order=(), recompute=(), whole=())
+    way = shortest_way(found.space, plan, found.decision.zero, found.step_ns)
+    return None if way is None else search.evaluate(found.space, with_order(found.space, plan, way, effort))
 
 
 def _to_beat(search: Search, fine: SearchSpace, candidate: Candidate) -> float:
@@ -244,18 +234,24 @@ def under(way: Way, found: Evaluation, fine: SearchSpace) -> Iterator[Candidate]
         even = with_even_cuts(plan, found.space)
         yield from (plan,) if even is None else (plan, even)
         return
-    stages, rows = plan.stages, max(plan.micro_rows)
     alike = len(fine.costs.device_types) == 1
-    if stages > fine.chain.n or (alike and len(set(plan.widths)) > 1):
+    if alike and len(set(plan.widths)) > 1:
         return
-    homes = placed(way.placement, stages, len(plan.widths))
     for each in _by_speed(plan, fine):
-        speeds = speeds_of(fine, each)
-        own = [speeds[home] for home in homes]
-        cuts = [even_bounds(fine, rows, own), shortest_bounds(fine, rows, own)]
-        allowed = [bounds for bounds in cuts if bounds is not None and fine.allows(bounds)]
-        for bounds in dict.fromkeys(levelled(fine, rows, bounds, homes, speeds) for bounds in allowed):
-            yield replace(each, bounds=bounds)
+        yield from levelled_cuts(each, fine)
+
+
+def levelled_cuts(plan: Candidate, space: SearchSpace) -> Iterator[Candidate]:
+    """Yield the plan with cuts by speed that balance ranks: even ones, and those with the shortest longest stage."""
+    stages, rows = plan.stages, max(plan.micro_rows)
+    if stages > space.chain.n:
+        return
+    homes, speeds = placed(plan.placement, stages, len(plan.widths)), speeds_of(space, plan)
+    own = [speeds[home] for home in homes]
+    cuts = [even_bounds(space, rows, own), shortest_bounds(space, rows, own)]
+    allowed = [bounds for bounds in cuts if bounds is not None and space.allows(bounds)]
+    for bounds in dict.fromkeys(levelled(space, rows, bounds, homes, speeds) for bounds in allowed):
+        yield replace(plan, bounds=bounds)
 
 
 def _by_speed(plan: Candidate, space: SearchSpace) -> Iterator[Candidate]:
@@ -285,115 +281,3 @@ def with_enough_blocks(space: SearchSpace, positions: int) -> SearchSpace:
         return space.finer[blocks]
     space.finer[blocks] = space.over(blocks_of(space.fine, space.request, blocks))
     return space.finer[blocks]
-
-
-# ---- searched orders -------------------------------------------------------------------------------------------------
-
-
-class Ordered(NamedTuple):
-    """A way to run a plan: about the nanoseconds of its step, and what its order is searched for."""
-
-    step_ns: int
-    decision: Decision
-    links: tuple[Edge, ...]
-    tied: Tied
-    work: Work
-    room_bytes: tuple[int, ...]
-
-
-def with_order(space: SearchSpace, plan: Candidate, way: Ordered, effort: int) -> Candidate:
-    """Return the plan with an order for one of its ways, and with what is recomputed there.
-
-    effort: computes that may be replayed to improve the order.
-    """
-    shape, ranks = replace(Shape.of(way.decision), order=()), [stage.ranks for stage in way.decision.stages]
-    order = search_order(shape, way.links, way.tied, ranks, way.work, room_bytes=way.room_bytes, effort=effort).order
-    recomputed = tuple([stage.recompute for stage in way.decision.stages])
-    return replace(plan, order=order, recompute=recomputed, whole=shape.whole)
-
-
-def shortest_way(space: SearchSpace, plan: Candidate, zero: int, below_ns: float = math.inf) -> Ordered | None:
-    """Return the way to run a plan for which the shortest order was found, or None.
-
-    zero: whether replicas share the optimizer state.  below_ns: ways of which no order takes less are left out, first
-    by their times without recomputation and without limits of memory, which makes no order shorter; then it is chosen.
-    """
-    decision = staged(space, plan, zero)
-    links = edges(decision, space.chain.blocks)
-    shared = tied(decision, space.chain.blocks) if space.may_be_tied else ()
-    shape = replace(Shape.of(decision), order=())
-    positions, micros = len(shape.workers), shape.micros
-    short = min(micros, FILLED * positions)
-    best: Ordered | None = None
-
-    def pipelines(
-        decision: Decision, estimates: Sequence[Estimate], rooms: tuple[int, ...]
-    ) -> Iterator[tuple[Decision, Work, Pipeline]]:
-        """Yield the decision with different backwards split, where that may be shorter than what is known."""
-        work = work_of(decision, tuple(estimates), links, shared, space.costs)
-        for whole in _whole_backwards(decision, shape):
-            pipeline = Pipeline.of(replace(shape, whole=whole), links, work, rooms)
-            if bound_ns(pipeline) < min(below_ns, best.step_ns if best else math.inf):
-                each = enumerate(decision.stages)
-                stages = tuple([replace(stage, whole_backward=s in whole) for s, stage in each])
-                yield replace(decision, stages=stages), work, pipeline
-
-    least = stage_estimates(replace(decision, schedule="gpipe"), links, space.costs)
-    if not any(pipelines(decision, least, ())):
-        return None
-    done: set[object] = set()
-    for part in HELD:
-        depth = [positions if shape.homes else positions - s for s in range(shape.stages)]
-        fit = _fitted(space, decision, links, [min(micros, max(1, round(part * held))) for held in depth])
-        if fit is None or fit in done:
-            continue
-        done.add(fit)
-        recomputed, estimates, rooms = fit
-        busiest = max(sum(estimates[s].fwd_ns + estimates[s].bwd_ns for s in own) for own in shape.workers)
-        for own, work, every in pipelines(recomputed, estimates, rooms):
-            pipeline = replace(every, micros=short)
-            orders = listed(pipeline, RULES[0])
-            played = replay(pipeline, orders) if orders is not None else None
-            step_ns = played.step_ns + (micros - short) * busiest if played is not None else 0
-            if played is not None and (best is None or step_ns < best.step_ns):
-                best = Ordered(step_ns, own, links, shared, work, rooms)
-    return best
-
-
-def _whole_backwards(decision: Decision, shape: Shape) -> Iterator[tuple[int, ...]]:
-    """Yield sets of stages whose backwards may be whole: none, earlier ones, and those that recompute."""
-    some = [tuple(range(int(first * shape.stages))) for first in (SPLIT_FROM if not shape.homes else SPLIT_FROM[:1])]
-    again = tuple([s for s, stage in enumerate(decision.stages) if stage.recompute])
-    learning = [s for s, stage in enumerate(decision.stages) if not stage.forward_only]
-    yield from dict.fromkeys(tuple([s for s in whole if s in learning]) for whole in (*some, again))
-
-
-def _fitted(
-    space: SearchSpace, decision: Decision, links: tuple[Edge, ...], held: Sequence[int]
-) -> tuple[Decision, tuple[Estimate, ...], tuple[int, ...]] | None:
-    """Return the decision, with recomputation for this number of micro-batches in flight, its estimates and the bytes
-    that each worker has left for activations; None if it does not fit."""
-    estimator, decision = space.costs, replace(decision, schedule="gpipe")
-    known = stage_contexts(decision, links, estimator)
-    contexts = [replace(context, live=live, counts=()) for context, live in zip(known, held, strict=True)]
-    stages, rooms = [context.stage for context in contexts], []
-    estimates = [estimator.stage(context) for context in contexts]
-    for own in Shape.of(decision).workers:
-        limit = estimator.cluster.least_memory_bytes(decision.stages[own[0]].ranks)
-        limit -= sum([own_bytes(contexts[s], estimates[s]) for s in own])
-        live = [held[s] for s in own]
-
-        def left(choices: list[Choice], limit: int = limit) -> int:
-            return limit - max([choice.estimate.workspace_bytes for choice in choices])
-
-        def fits(choices: list[Choice], live: Sequence[int] = live, limit: int = limit) -> bool:
-            sizes = [choice.estimate.activation_bytes for choice in choices]
-            return sum([count * size for count, size in zip(live, sizes, strict=True)]) <= left(choices, limit)
-
-        found = recomputed_jointly(space, [contexts[s] for s in own], fits)
-        if not fits(found) or left(found, limit) <= 0:
-            return None
-        rooms.append(left(found, limit))
-        for s, choice in zip(own, found, strict=True):
-            stages[s], estimates[s] = choice.stage, choice.estimate
-    return replace(decision, stages=tuple(stages)), tuple(estimates), tuple(rooms)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from autopart.passes.search.evaluation import Search
 from autopart.passes.search.search import evaluate_arrangements, evaluate_for_comparison, evaluate_layouts, refine_best
+from autopart.passes.search.variants.kinds import evaluate_kinds
 from autopart.passes.search.variants.orders import evaluate_named, evaluate_searched, refine_ordered
 from autopart.passes.search.variants.several import evaluate_several
 from autopart.passes.search.variants.slicing import evaluate_slices
@@ -34,6 +35,7 @@ VARIANTS = (
     Variant("a stage fewer and more, and no replicas", evaluate_for_comparison, 3),
     Variant("moved cuts, devices and rows", refine_best, 250_000),
     Variant("slices of sequences", evaluate_slices, 1_500_000, leaves_family=True),
+    Variant("several stages a rank of positions of like devices", evaluate_kinds, 400_000, leaves_family=True),
     Variant("split backwards, several stages a rank", evaluate_named, 300_000, leaves_family=True),
     Variant("several stages a rank of equal positions", evaluate_several, 300_000, leaves_family=True),
     Variant("searched orders", evaluate_searched, 150_000, leaves_family=True),

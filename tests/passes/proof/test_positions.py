@@ -18,7 +18,7 @@ from autopart.passes.proof.prices import Priced
 from autopart.passes.search.evaluation import Candidate, Evaluation, evaluate
 from autopart.passes.search.layout import Layout
 from autopart.passes.search.space import SearchSpace
-from autopart.passes.search.variants.orders import shortest_way, with_order
+from autopart.passes.search.variants.ordered import shortest_way, with_order
 
 
 def case_of(space: SearchSpace, rows: tuple[int, ...], *, several: bool, orders: bool = True) -> Priced:

@@ -26,7 +26,7 @@ def test_costs_are_found_from_what_they_would_make_ranks_spend(
     found = host_costs(
         one=step + 2 * compute,
         many=step + 2 * MICROS * compute,
-        staged=2 * step + 4 * compute + 4 * message,
+        staged=(step + 4 * (compute + message), step + 4 * MICROS * (compute + message)),  # half of the model each
         replicated=world * (step + 2 * compute + summed),
         world=world,
         waits=Waits(waited, waited / 2),
@@ -36,9 +36,9 @@ def test_costs_are_found_from_what_they_would_make_ranks_spend(
         assert own == pytest.approx(wanted, rel=0.01, abs=2)
 
 
-@given(*[st.floats(-1e9, 1e9)] * 4)
-def test_any_measurements_make_costs(one: float, many: float, staged: float, replicated: float) -> None:
-    spent = host_costs(one, many, staged, replicated, world=2, waits=Waits())
+@given(*[st.floats(-1e9, 1e9)] * 5)
+def test_any_measurements_make_costs(one: float, many: float, staged: float, flowing: float, replicated: float) -> None:
+    spent = host_costs(one, many, (staged, flowing), replicated, world=2, waits=Waits())
     check(Cluster(DEVICES.devices, DEVICES.levels, spent))
 
 

@@ -59,7 +59,8 @@ def profile_costs(captured: Captured, device: Device) -> tuple[Graph, tuple[str,
     if any(tensor.is_meta for tensor in captured.tensors.values()):
         return None  # there may be no memory for the whole program
     graph, kept, doubt = analytic_costs(captured.graph, device), read_times(environment(device)), ""
-    keys = {op.name: f"{graph.shape_digest()[:16]} {i}" for i, op in enumerate(graph.ops)}
+    digest = graph.shape_digest()[:16]
+    keys = {op.name: f"{digest} {i}" for i, op in enumerate(graph.ops)}
     times = {name: kept[key] for name, key in keys.items() if key in kept}
     if len(times) < len(keys):
         can_run = affordable(graph, device, measure.BUDGET_S)

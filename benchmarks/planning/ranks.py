@@ -1,12 +1,14 @@
 """Planning as ranks grow: seconds, and bytes of the plan file and of the program, from 1,024 ranks to 100,000.
 
 GPT-2's shape with 24 layers of 1,024, sequences of 128 tokens and 8 of them for each rank, on the meta device, on nodes
-of eight H100. Everything but the model is on one process: the plan, its file written and read, the program, the proof
-that it runs, and one simulated step. Then a mixture of experts of 10^12 parameters on 16,384 H200 (Qwen3-MoE's shape),
-which has to be planned within 120 s and 3 GB, or refused with what is missing by name. Seconds are processor time.
+of eight H100. One process does everything: the plan, for which the search simulates steps, its file written and read,
+the program, and the proof that it runs. Then a mixture of experts of 10^12 parameters on 16,384 H200 (Qwen3-MoE's
+shape), which has to be planned within 120 s and 3 GB, or refused with what is missing by name. Seconds are processor
+time.
 
     python -m benchmarks.planning.ranks                    all; writes results/ranks.json
     python -m benchmarks.planning.ranks --only 1024        only matching cases; other recorded results are kept
+    python -m benchmarks.planning.ranks --table            prints what is recorded as the table of docs/planner.md
 """
 
 from __future__ import annotations
@@ -97,6 +99,23 @@ def line(name: str, found: dict[str, Any]) -> str:
     )
 
 
+def table(done: dict[str, Any]) -> str:
+    """Return the results as a table in Markdown."""
+    head = "stages x replicas", "plan s", "write, read s", "program, proof s", "plan file MB", "actions", "memory GB"
+    rows = [("", *head), ("---", *(["---"] * len(head)))]
+    for name, found in done.items():
+        if "failed" in found or "refused" in found:
+            rows.append((name, found.get("failed") or found["refused"], *([""] * (len(head) - 1))))
+            continue
+        seconds = found["seconds"]
+        rows.append((
+            name, f"{found['stages']} x {found['replicas']}", f"{seconds['plan']:.0f}",
+            f"{seconds['write'] + seconds['read']:.2f}", f"{seconds['program'] + seconds['proof']:.2f}",
+            f"{found['plan_bytes'] / 1e6:.2f}", f"{found['actions']:,}", f"{found['rss_gb']:.2f}",
+        ))  # fmt: skip
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
 def claims_of(done: dict[str, Any]) -> dict[str, bool]:
     """Return what is claimed, and whether it holds."""
     found = done.get("mixture", {})
@@ -109,17 +128,23 @@ def claims_of(done: dict[str, Any]) -> dict[str, bool]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="regular expression of names")
+    parser.add_argument("--table", action="store_true", help="print what is recorded, and measure nothing")
     given = parser.parse_args()
+    if given.table:
+        print(table(recorded("ranks", "cases")))
+        return
     shapes.warm()
     gpt2 = partial(shapes.gpt2, 24, 1024, 16, 128)
     cases = {f"{ranks} ranks": partial(result, gpt2, 8 * ranks, 128, f"h100x8:{ranks // 8}") for ranks in RANKS}
     cases["mixture"] = partial(result, mixture, 16_384, 4096, "h200x8:2048")
-    done = recorded("ranks", "cases")
     for name, work in cases.items():
         if re.search(given.only, name):
-            done[name] = shapes.alone(work)
-            print(line(name, done[name]), flush=True)
+            found = shapes.alone(work)
+            print(line(name, found), flush=True)
+            known = {**recorded("ranks", "cases"), name: found}  # another process may have recorded cases meanwhile
+            done = {each: known[each] for each in cases if each in known}
             write("ranks", {"claims": claims_of(done), "cases": done})
+    done = recorded("ranks", "cases")
     for claim, holds in claims_of(done).items():
         print("met   " if holds else "MISSED", claim)
 

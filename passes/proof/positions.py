@@ -106,7 +106,7 @@ class Factors(NamedTuple):
     backwards) and node; of backwards without sums beside them, and with them."""
 
     forward: Floats
-    backward: Floats
+    backward: tuple[Floats, Floats]
     inputs: Floats
 
 
@@ -196,20 +196,24 @@ class Positions:
         share = all_backward / np.maximum(1.0, all_forward + all_backward)
         # The price for the one stage of a position whose backward hides sums.
         fee = sums[:, None] * weights * steps[:, :, None] * share[some.places][:, None, :] / (self.micros * per_rank)
-        own = weights[:, :, tour.kind]
-        start = np.stack([np.zeros_like(own), fee[:, :, tour.kind]], axis=-1)[:, :, None]
-        value = np.full((*factors.forward.shape, 2), np.inf)
-        before = np.full((*value.shape[:3], len(tour.starts) + 1), np.inf)
+        own, start = weights[:, :, tour.kind], fee[:, :, tour.kind][:, :, None]
+        # With all sums, and with those that one backward hides: two arrays, as a last axis of two is slow.
+        exposed, hiding = np.full(factors.forward.shape, np.inf), np.full(factors.forward.shape, np.inf)
+        before = np.full((*exposed.shape[:3], len(tour.starts) + 1), np.inf)
         before[:, :, 0, 0] = 0.0
         at = some.places[:, tour.kind]
         part = self.parts[at, np.minimum(tour.part, self.parts.shape[1] - 1)]
         for b in range(self.forward.shape[1]):
-            np.minimum(value, before[..., tour.before, None] + start, out=value)
+            came = before[..., tour.before]
+            np.minimum(exposed, came, out=exposed)
+            np.minimum(hiding, np.add(came, start, out=came), out=hiding)
             forward, backward, inputs = (x[part, b][:, None] for x in (self.forward, self.backward, self.inputs))
             ends = own * (self.optimizer[at, b][:, None] + sums[:, None] * self.sums[at, b][:, None])
-            value += (factors.forward * forward[:, :, None] + factors.inputs * inputs[:, :, None])[..., None]
-            value += (factors.backward * backward[..., None] + ends[..., None])[:, :, None]
-            best = np.minimum.reduceat(value.min(axis=4), tour.starts, axis=3)
+            way = factors.forward * forward[:, :, None] + factors.inputs * inputs[:, :, None]
+            for value, factor in ((exposed, factors.backward[0]), (hiding, factors.backward[1])):
+                value += way
+                value += (factor * backward + ends)[:, :, None]
+            best = np.minimum.reduceat(np.minimum(exposed, hiding, out=came), tour.starts, axis=3)
             before[..., 1:] = best
             before[:, :, 1:, 0], before[:, :, 0, 0] = best[:, :, :-1, -1], np.inf
         found = best[:, :, -1, -1] - (fee * some.numbers).sum(axis=2)
@@ -225,8 +229,8 @@ class Positions:
         forward += waiting if self.in_line else 0.0
         inputs = np.broadcast_to(path[:, None, None], waiting.shape).copy()
         inputs[:, :, -1] += laps[:, -1:] * used
-        hidden = np.array([0.0, 1.0]) * np.array([p.sums for p in prices])[:, None]
-        return Factors(forward, own[..., None] * (self.micros - hidden)[:, None, :], inputs)
+        hidden = np.array([p.sums for p in prices])[:, None]
+        return Factors(forward, (own * self.micros, own * (self.micros - hidden)), inputs)
 
     def grid(self, per_rank: int, *, fine: bool) -> list[Prices]:
         """Return prices to try."""

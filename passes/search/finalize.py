@@ -41,7 +41,7 @@ from autopart.passes.simulation.estimate import (
     timeline_of,
     work_of,
 )
-from autopart.passes.simulation.stage_costs import Estimator
+from autopart.passes.simulation.stage_costs import Estimator, stage_contexts
 
 LIGHT = 0.02
 """A stage with less than this part of the slowest stage's work gets a note."""
@@ -111,7 +111,7 @@ def finalize(
         decision = with_forward_only(replace(over_blocks, stages=stages), learning)
         links = edges(decision, graph)
         estimates = stage_estimates(decision, links, estimator)
-        excess = excess_of(decision, links, estimator)
+        excess = excess_of(decision, stage_contexts(decision, links, estimator), estimator)
         if max(excess) <= 0:  # first, since to simulate a long program takes longer
             own_ns = simulated_ns(decision, estimates, links, tied(decision, graph), estimator, whole=True)
             preference = replace(evaluation, step_ns=own_ns).preference
@@ -183,7 +183,7 @@ def _explained(
 def _ranks_note(taken: Finalized, estimator: Estimator, shards: int) -> str:
     """Return the note on ranks that run several stages: how many, and the memory of the fullest."""
     decision = taken.decision
-    excess = excess_of(decision, taken.program.edges, estimator)
+    excess = excess_of(decision, stage_contexts(decision, taken.program.edges, estimator), estimator)
     worst = max(range(len(excess)), key=excess.__getitem__)
     ranks = decision.stages[worst].ranks
     fullest = f"rank {ranks[0] * shards} is the fullest"

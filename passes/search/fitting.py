@@ -16,7 +16,7 @@ from autopart.passes.program.orders import Shape
 from autopart.passes.program.routing import edges
 from autopart.passes.search.recomputation import Fitted, fitted_jointly, recomputed_stage
 from autopart.passes.search.space import SearchSpace
-from autopart.passes.simulation.estimate import excess_of, stage_estimates
+from autopart.passes.simulation.estimate import excess_of
 from autopart.passes.simulation.stage_costs import stage_contexts
 
 
@@ -75,5 +75,6 @@ def partly_whole(space: SearchSpace, split: Fitted, whole: Fitted, spare_bytes: 
 
 
 def _measured(space: SearchSpace, decision: Decision, links: tuple[Edge, ...], spare_bytes: Sequence[int]) -> Fitted:
-    estimates = stage_estimates(decision, links, space.costs)
-    return Fitted(decision, links, estimates, excess_of(decision, links, space.costs, spare_bytes))
+    estimator, contexts = space.costs, stage_contexts(decision, links, space.costs)
+    estimates = tuple([estimator.stage(context) for context in contexts])
+    return Fitted(decision, links, estimates, excess_of(decision, contexts, estimator, spare_bytes))

@@ -109,7 +109,10 @@ class _Proposing:
         bounds = [min((task.bound for task in tasks), default=0) for tasks in self._tasks]
         for option in sorted(range(len(self._options)), key=bounds.__getitem__):
             memo: dict[Hashable, Any] = {}
+            copies = 0
             for task in self._tasks[option]:
+                if task.deep and task.layout.pipeline_replicas != copies:  # of many blocks, and of other shares
+                    memo, copies = {}, task.layout.pipeline_replicas
                 hopeless = self.best_ns > 0 and task.bound > HOPELESS * self.best_ns
                 if task.deep == deep and (not hopeless or task.explains):
                     complete = self._try(option, task, memo, limit) and complete

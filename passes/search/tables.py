@@ -39,6 +39,9 @@ from autopart.passes.simulation.charges import copying_ns, optimizer_ns, summing
 GROUPS = (2, 4, 8)
 """Numbers of groups into which a range may be recomputed, besides one."""
 
+_LAST = "last table"
+"""The key of the memo under which the table is kept that was made last."""
+
 Floats = npt.NDArray[np.float64]
 _T = TypeVar("_T")
 _Args = ParamSpec("_Args")
@@ -134,9 +137,15 @@ class StageCostTables:
                 return None
         pinned = stage if request.pins else None
         place = self._place(self.layout, used, width)
-        if len(self.layout.widths) == 1:
-            return self._table(self._live(k), pinned, replicas, place)  # used once: not remembered
-        return self._known_table(self._live(k), pinned, replicas, place, self._waits is None)
+        asked = self._live(k), pinned, replicas, place
+        if len(self.layout.widths) > 1:
+            return self._known_table(*asked, self._waits is None)
+        # The last one is enough: from as many stages on as there are micro-batches, stages in a row have equal tables.
+        key = self.longest, asked, self._waits is None
+        if self.memo.get(_LAST, (None,))[0] != key:
+            self.memo[_LAST] = key, self._table(*asked)
+        table: Table = self.memo[_LAST][1]
+        return table
 
     @_remembered
     def _known_table(self, live: int, stage: int | None, replicas: int, place: _Place, everywhere: bool) -> Table:

@@ -13,7 +13,7 @@ from autopart.passes.program.orders import Shape
 from autopart.passes.program.routing import Tied
 from autopart.passes.program.schedules import find, pattern, streams
 from autopart.passes.program.stream import streaming_of
-from autopart.passes.simulation.charges import summing_ns
+from autopart.passes.simulation.charges import StageContext, summing_ns
 from autopart.passes.simulation.simulate import SliceWork, Work, ordered_ns, played, simulate, step_ns
 from autopart.passes.simulation.slices import contexts_of, share_of
 from autopart.passes.simulation.stage_costs import (
@@ -101,9 +101,10 @@ def timeline_of(decision: Decision, program: Program, estimator: Estimator) -> T
 
 
 def excess_of(
-    decision: Decision, links: tuple[Edge, ...], estimator: Estimator, spare_bytes: Sequence[int] = ()
+    decision: Decision, contexts: Sequence[StageContext], estimator: Estimator, spare_bytes: Sequence[int] = ()
 ) -> list[int]:
-    """Return the bytes that each stage needs beyond the memory of its devices; negative where it fits.
+    """Return the bytes that each stage needs beyond the memory of its devices; negative where it fits.  contexts: of
+    the decision (`stage_contexts`).
 
     With several stages a rank it is the need of all stages of its rank: the weights, gradients, optimizer state,
     messages and inputs of each, the most that they hold together for their backwards, at any time of the order, and the
@@ -111,7 +112,7 @@ def excess_of(
     both; the room that activations leave for half-precision gradients at the end of a step is found for each stage
     alone, so that less of it is used.  spare_bytes: of each stage, memory to leave free on its devices.  O(uses).
     """
-    contexts, shape = stage_contexts(decision, links, estimator), Shape.of(decision)
+    shape = Shape.of(decision)
     spare = spare_bytes or (0,) * len(contexts)
     found = []
     for context, free in zip(contexts, spare, strict=True):

@@ -67,11 +67,12 @@ class Estimator:
     def stage(self, stage: StageContext) -> Estimate:
         """Return the estimate of a stage in bytes and nanoseconds: times of its slowest device, and the memory of the
         one that needs most.  O(uses) for each share that some device has."""
-        if stage not in self._stages:
+        known = self._stages.get(stage)  # looked up once: a key takes long
+        if known is None:
             found = [self.stage_on(stage, ranks) for ranks in alike(stage.stage)]
             worst = {name: max([getattr(e, name) for e in found]) for name in FIELDS} if len(found) > 1 else {}
-            self._stages[stage] = replace(found[0], **worst)
-        return self._stages[stage]
+            known = self._stages[stage] = replace(found[0], **worst) if worst else found[0]
+        return known
 
     def stage_on(self, stage: StageContext, ranks: Sequence[int]) -> Estimate:
         """Return the estimate of a stage on the slowest of some ranks, which have equal shares of a micro-batch."""

@@ -92,6 +92,7 @@ PARTS = {
         "planning/costs",
         "files",
         "passes/loss",
+        "passes/graph/test_equal_blocks.py",
         "passes/test_pipeline.py",
         "passes/ops",
         "passes/ordering",

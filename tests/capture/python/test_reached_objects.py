@@ -91,9 +91,9 @@ def test_recurrent_layers_give_no_warning() -> None:
 
 
 def test_packages_in_a_folder_that_the_path_adds_are_libraries(tmp_path: Path) -> None:
-    folder = tmp_path / "dist-packages"
-    asked = f"from autopart.capture.source_location import is_library_file as f; print(f({str(folder / 'x.py')!r}))"
-    for path, found in ((str(folder), "True"), (str(tmp_path), "False")):
-        env = os.environ | {"PYTHONPATH": path}
-        done = subprocess.run([sys.executable, "-c", asked], env=env, capture_output=True, text=True, timeout=120)
-        assert done.stdout.strip() == found
+    on_path, below = tmp_path / "a" / "dist-packages", tmp_path / "b" / "dist-packages"  # of b, what is above it
+    asked = [f"is_library_file({str(folder / 'x.py')!r})" for folder in (on_path, below)]
+    code = f"from autopart.capture.source_location import is_library_file; print({', '.join(asked)})"
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(on_path), str(below.parent)])}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["True", "False"]

@@ -141,9 +141,19 @@ def require_equal(graph: Graph, shards: int) -> None:
     assert ways(found) == ways(plain)
 
 
-@given(st.lists(ROW, min_size=1, max_size=3), st.sampled_from([2, 4]))
-@settings(max_examples=150, deadline=None)
+DRAWN = given(st.lists(ROW, min_size=1, max_size=3), st.sampled_from([2, 4]))
+
+
+@DRAWN
+@settings(max_examples=50)
 def test_the_rule_finds_for_equal_blocks_what_it_finds_op_by_op(rows: Rows, shards: int) -> None:
+    require_equal(written(rows), shards)
+
+
+@pytest.mark.slow
+@DRAWN
+@settings(max_examples=500)
+def test_the_rule_finds_for_hundreds_of_equal_blocks_what_it_finds_op_by_op(rows: Rows, shards: int) -> None:
     require_equal(written(rows), shards)
 
 

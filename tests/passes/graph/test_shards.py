@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import numpy as np
 import pytest
@@ -101,6 +102,7 @@ def test_sections_of_unequal_length_are_not_mistaken_for_heads() -> None:
     assert found.of("q", 1) == found.of("v", 1) == found.of("w", 1)[1:]
 
 
+@cache
 def graph_of_case(name: str) -> Graph:
     case = CASES[name]
     return captured_at(case.model(dtype=torch.float64), case.data(4, torch.float64))[0].graph

@@ -21,9 +21,10 @@ def reshapes(draw: st.DrawFn) -> tuple[torch.Tensor, tuple[int, ...]]:
     if draw(st.booleans()):
         tensor = tensor[None].expand(2, *tensor.shape)
     left, shape = tensor.numel(), []
-    while left > 1 or draw(st.booleans()):
-        shape.append(draw(st.sampled_from([d for d in range(1, left + 1) if left % d == 0])))
+    while left > 1:
+        shape.append(draw(st.sampled_from([d for d in range(2, left + 1) if left % d == 0])))
         left //= shape[-1]
+    shape += [1] * draw(st.integers(0, 2))
     return tensor, tuple(draw(st.permutations(shape)))
 
 

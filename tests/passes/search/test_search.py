@@ -27,7 +27,7 @@ from autopart.passes.search.space import PlanRequest
 # ---- properties ----------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(problems(Kind(most=6, replicas=False, recompute=False)))
 def test_pipelines_against_exhaustive_search(p: Problem) -> None:
     event(says(compare(p)))

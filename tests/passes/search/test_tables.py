@@ -148,3 +148,21 @@ def test_a_shared_memo_does_not_mix_up_stages_of_different_numbers_of_them() -> 
         alone = replace(tables, stages=stages, memo={})(1, 1, 1)
         assert shared is not None and alone is not None
         assert np.array_equal(shared[0], alone[0]) and np.array_equal(shared[1], alone[1])
+
+
+def test_a_table_of_a_deep_pipeline_that_is_taken_again_is_the_one_that_would_be_made() -> None:
+    text = "; ".join(f"v{i}:{9 + i} #{1 + i % 3} @m.{i} <- {f'v{i - 1}' if i else 'x'}" for i in range(6))
+    made: list[int] = []
+    for memory, micro_rows in ((1 << 40, (2,) * 4), (60, (1,) * 8)):
+        machines = cluster(20)
+        devices = tuple(replace(device, memory_bytes=memory) for device in machines.devices)
+        space = Problem(graph(text), replace(machines, devices=devices), PlanRequest((micro_rows,))).space
+        shared = StageCostTables(space, Layout(1, 20, 1, tuple(range(20))), micro_rows, "1f1b", space.chain.n)
+        for longest in (6, 3):
+            for k in range(1, 20):
+                tables = replace(shared, longest=longest)
+                table, alone = tables(k, 1, k), replace(tables, memo={})(k, 1, k)
+                assert table is not None and alone is not None
+                assert all(np.array_equal(one, other) for one, other in zip(table, alone, strict=True))
+                made.append(id(table))
+    assert len(set(made)) < len(made) / 2

@@ -105,32 +105,41 @@ def frozen(g: Graph, count: int) -> Graph:
 # ---- strategies ----------------------------------------------------------------------------------------------------
 
 
+_SMALL = st.integers(0, 20)
+_PLACES = st.integers(0, 59)
+"""Strategies are made once: to make one for every op took longer than to draw."""
+_OP = st.tuples(
+    st.sampled_from((False, False, True)), st.integers(0, 3), st.lists(_PLACES, max_size=3), _PLACES,
+    st.tuples(_SMALL, _SMALL, _SMALL, _SMALL), st.integers(0, 5), st.integers(0, 3),
+)  # fmt: skip
+"""Whether an op has a second result, whether it is free, what it reads, numbers, and what else it has."""
+
+
 @st.composite
 def graphs(draw: st.DrawFn, *, least: int = 1, most: int = 12, free: bool = True) -> Graph:
     """Draw random DAGs with skips, several readers, late inputs, tied parameters, buffer updates and ops that may be
     cloned.
     """
-    count = draw(st.integers(least, most))
-    small = st.integers(0, 20)
     lines = []
     constant: list[str] = []
     written: list[str] = []
     updater = draw(st.integers(0, 3 * most))  # which op, if any, updates the buffer `run`
-    for i in range(count):
-        before = [*written, "x", "y"]
-        second = draw(st.sampled_from(["", "", f",w{i}"]))
-        if free and draw(st.integers(0, 3)) == 0:
-            pool = [*constant, "x", "y"]
-            reads = draw(st.lists(st.sampled_from(pool), max_size=2, unique=True))
-            constant += [f"v{i}", second[1:]] if second else [f"v{i}"]
-            name, extra = f"v{i}{second}-:{draw(st.integers(0, 1))}/0", draw(st.sampled_from(["", " ~c", " !"]))
+    for i in range(draw(st.integers(least, most))):
+        two, freely, places, place, (forward, backward, size, more), kind, runs = draw(_OP)
+        second = f",w{i}" if two else ""
+        names = [f"v{i}", *([f"w{i}"] if two else [])]
+        if free and freely == 0:
+            pool, places = [*constant, "x", "y"], places[:2]
+            constant += names
+            name, extra = f"v{i}{second}-:{forward % 2}/0", ("", " ~c", " !")[kind % 3]
         else:
-            reads = draw(st.lists(st.sampled_from(before), min_size=1, max_size=3, unique=True))
-            name = f"v{i}{second}:{draw(small)}/{draw(small)}"
-            extra = draw(st.sampled_from(["", f" +p{i}:5", " +tied:9", f" ^{draw(small)}", f" ${draw(small)}", " !"]))
-            extra += " ~run =run" if i == updater else draw(st.sampled_from(["", "", "", " ~run"]))
-        written += [f"v{i}", second[1:]] if second else [f"v{i}"]
-        lines.append(f"{name} #{draw(small)}{extra} @m.{i // 3} <- {' '.join(reads)}")
+            pool, places = [*written, "x", "y"], [*places[:2], place]
+            name = f"v{i}{second}:{forward}/{backward}"
+            extra = ("", f" +p{i}:5", " +tied:9", f" ^{more}", f" ${more}", " !")[kind]
+            extra += " ~run =run" if i == updater else " ~run" * (runs == 3)
+        reads = dict.fromkeys(pool[at % len(pool)] for at in places)
+        written += names
+        lines.append(f"{name} #{size}{extra} @m.{i // 3} <- {' '.join(reads)}")
     return graph(";".join(lines))
 
 

@@ -26,7 +26,7 @@ from autopart.passes.search.space import PlanRequest
 from autopart.passes.search.variants import ordered, several
 from autopart.passes.search.variants.ordered import shortest_way
 from autopart.passes.simulation.estimate import excess_of
-from autopart.passes.simulation.stage_costs import Estimator
+from autopart.passes.simulation.stage_costs import Estimator, stage_contexts
 
 
 def slow_layers(count: int) -> Graph:
@@ -123,8 +123,8 @@ def test_only_stages_with_room_split_their_backwards_where_memory_is_short() -> 
         assert bool(e.weight_bytes) == bool(e.weight_ns) == (not stage.whole_backward)
     parted = replace(plan.decision, stages=tuple([replace(s, whole_backward=False) for s in plan.stages]))
     estimator = Estimator(tight, source(g, tight).cost_model)
-    assert max(excess_of(parted, edges(parted, g), estimator)) > 0
-    assert max(excess_of(plan.decision, edges(parted, g), estimator)) <= 0
+    assert max(excess_of(parted, stage_contexts(parted, edges(parted, g), estimator), estimator)) > 0
+    assert max(excess_of(plan.decision, stage_contexts(plan.decision, edges(parted, g), estimator), estimator)) <= 0
 
 
 @pytest.mark.parametrize("seed", sampled(range(60), every=12))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 from hypothesis import strategies as st
 
 from autopart.ir.actions import BACKWARD, FORWARD
@@ -66,8 +67,8 @@ def messages(links: tuple[Edge, ...], homes: tuple[int, ...], after_ns: int) -> 
         if homes[edge.src] != homes[edge.dst]:
             back = ((edge.dst, edge.src, BACKWARD),) if edge.grads else ()
             for src, dst, way in ((edge.src, edge.dst, FORWARD), *back):
-                port = (0, len(found))
-                found[src, dst, way] = (1, (PortLoad(after_ns - 1, ((port, False),), (1.0,), (10**9,)),))
+                port = np.array([2 * len(found)])  # of its own, outwards
+                found[src, dst, way] = (1, (PortLoad(after_ns - 1, port, np.ones(1), np.array([10**9])),))
     return found
 
 

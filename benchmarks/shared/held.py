@@ -10,6 +10,7 @@ import torch
 
 import autopart
 from autopart.ir.actions import Slot
+from autopart.runtime.stages import recomputation
 from autopart.runtime.stages.stage import StageRunner
 
 
@@ -55,7 +56,7 @@ class _Kept:
 def held_bytes(pipe: autopart.Pipe, batch: Any) -> int:
     """Return the most bytes that this rank keeps for the backward pass in one step: saved by autograd or received."""
     held = Held(pipe.session.tensors.held.values())  # with ZeRO, `parameters()` are those of this rank's optimizer
-    plain = StageRunner.forward
+    plain, group = StageRunner.forward, recomputation._Call.__init__
 
     def watched(runner: StageRunner, slot: Slot, *args: Any, **kwargs: Any) -> Any:
         outputs = plain(runner, slot, *args, **kwargs)
@@ -64,6 +65,12 @@ def held_bytes(pipe: autopart.Pipe, batch: Any) -> int:
             weakref.finalize(leaf, held.give, leaf.untyped_storage())
         return outputs
 
-    with held.hooks(), mock.patch.object(StageRunner, "forward", watched):
+    def kept(call: Any, body: Any, inputs: tuple[Any, ...]) -> None:
+        """Count what a recomputed group keeps, which autograd does not know: its inputs, as long as the group waits."""
+        group(call, body, inputs)
+        call.counted = [_Kept(each, held) for each in inputs if isinstance(each, torch.Tensor)]
+
+    groups = mock.patch.object(recomputation._Call, "__init__", kept)
+    with held.hooks(), groups, mock.patch.object(StageRunner, "forward", watched):
         pipe.step(batch)
     return held.most

@@ -45,8 +45,9 @@ class StopSignals:
         self._inside += 1
         if threading.current_thread() is not threading.main_thread():
             return
+        self._pid = os.getpid()  # an earlier call may have come from another thread, or before a fork
         if self._inside == 1:
-            self._pid, self._terminated_at = os.getpid(), 0.0
+            self._terminated_at = 0.0
         for number in SIGNALS:
             before = signal.getsignal(number)
             if before not in (None, signal.SIG_IGN, self._handle):  # None: installed by code that is not Python

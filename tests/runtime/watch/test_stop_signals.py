@@ -110,6 +110,18 @@ def test_a_second_sigterm_ends_the_process_unless_it_belongs_to_the_first(
     assert found == ended
 
 
+def test_the_main_thread_catches_although_another_one_was_first() -> None:
+    stop = StopSignals()
+    other = threading.Thread(target=stop.enter)
+    other.start()
+    other.join()
+    stop.enter()
+    os.kill(os.getpid(), signal.SIGTERM)
+    stop.leave()
+    stop.leave()
+    assert stop.take() == [signal.SIGTERM]
+
+
 def test_another_thread_than_the_main_one_installs_nothing() -> None:
     stop = StopSignals()
     before = [signal.getsignal(number) for number in SIGNALS]

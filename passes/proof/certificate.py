@@ -75,7 +75,7 @@ def model_of(evaluation: Evaluation) -> PipelineModel:
     micros, count = len(plan.micro_rows), len(plan.stages)
     times, live_bytes = [], []
     for stage in plan.stages:
-        places = enumerate(costs.device_types.index(costs.cluster.devices[rank]) for rank in stage.ranks)
+        places = enumerate(costs.kinds_of(stage.ranks))
         parts = {(kind, stage.division.part(max(plan.micro_rows), replica)) for replica, kind in places}
         of_types = [[op.cost for op in space.chain.graph(Size(rows), kind).ops] for kind, rows in sorted(parts)]
         totals = (tuple(cost.total_ns for cost in of_type) for of_type in of_types)

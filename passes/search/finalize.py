@@ -37,7 +37,6 @@ from autopart.passes.simulation.estimate import (
     estimate,
     excess_of,
     simulated_ns,
-    stage_estimates,
     timeline_of,
     work_of,
 )
@@ -110,8 +109,8 @@ def finalize(
         stages = lower_to_ops(over_blocks.stages, evaluation.space, graph)
         decision = with_forward_only(replace(over_blocks, stages=stages), learning)
         links = edges(decision, graph)
-        estimates = stage_estimates(decision, links, estimator)
-        excess = excess_of(decision, stage_contexts(decision, links, estimator), estimator)
+        contexts = stage_contexts(decision, links, estimator)
+        estimates, excess = tuple(map(estimator.stage, contexts)), excess_of(decision, contexts, estimator)
         if max(excess) <= 0:  # first, since to simulate a long program takes longer
             own_ns = simulated_ns(decision, estimates, links, tied(decision, graph), estimator, whole=True)
             preference = replace(evaluation, step_ns=own_ns).preference

@@ -19,15 +19,16 @@ device as long in a small part as in a large one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import pairwise, permutations, product
 from math import factorial, prod
+from typing import TypeVar
 
 import numpy as np
 
-from autopart.ir.cluster import Cluster, Level
+from autopart.ir.cluster import Cluster, Device, Level
 from autopart.ir.decision import Decision, Stage
 from autopart.ir.graph import Size
 from autopart.ir.shares import MOST_SHARES, division, parts
@@ -35,6 +36,7 @@ from autopart.passes.graph.cuts import Ints
 from autopart.passes.search.partition import Taken
 from autopart.passes.simulation.stage_costs import Estimator
 
+_T = TypeVar("_T")
 MOST_ORDERS = 24
 """The most orders of unlike devices of which all are laid out."""
 MOST_KINDS = 3
@@ -208,14 +210,25 @@ def _orders(cluster: Cluster) -> list[tuple[int, ...]]:
         kinds = permutations(counts) if len(counts) <= MOST_KINDS else ()
         each = [tuple(rank for kind in way for rank in plain if cluster.devices[rank] == kind) for way in kinds]
         return list(dict.fromkeys((plain, plain[::-1], *each)))
-    orders: list[tuple[int, ...]] = [()]
-    for _ in plain:
-        orders = [
-            (*order, rank)
-            for order in orders
-            for rank in {cluster.devices[r]: r for r in reversed(plain) if r not in order}.values()
-        ]
-    return sorted(orders)
+    return sorted([in_order(cluster, order) for order in orders_of(cluster.devices)])
+
+
+def orders_of(things: Sequence[_T]) -> Iterator[tuple[_T, ...]]:
+    """Yield the different orders of things of which some are equal, those first that have the first of them first."""
+    if not things:
+        yield ()
+    for first in dict.fromkeys(things):
+        place = things.index(first)
+        for rest in orders_of((*things[:place], *things[place + 1 :])):
+            yield (first, *rest)
+
+
+def in_order(cluster: Cluster, devices: Iterable[Device]) -> tuple[int, ...]:
+    """Return the ranks of devices in this order; equal ones stay in order of rank."""
+    left: dict[Device, list[int]] = {}
+    for rank in reversed(range(cluster.world)):
+        left.setdefault(cluster.devices[rank], []).append(rank)
+    return tuple([left[device].pop() for device in devices])
 
 
 def _dealt_out(order: tuple[int, ...], inner: Level, outer: Level) -> tuple[int, ...]:
@@ -255,9 +268,7 @@ def in_proportion(decision: Decision, estimator: Estimator, least_rows: int = 1)
 
 def _in_proportion(stage: Stage, micro_rows: Sequence[int], estimator: Estimator, least_rows: int) -> Stage:
     rows = max(micro_rows)
-    if len(estimator.device_types) == 1:
-        return stage
-    kinds = [estimator.device_types.index(estimator.cluster.devices[rank]) for rank in stage.ranks]
+    kinds = estimator.kinds_of(stage.ranks)
     if len(set(kinds)) == 1 or rows < least_rows * len(kinds) or not stage.division.splits:
         return stage
     size = Size(stage.division.largest_part(rows))

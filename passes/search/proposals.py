@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from autopart.passes.search.evaluation import Candidate, Proposal, Search
-from autopart.passes.search.layout import MOST_ORDERS, SMALL, Layout, Pools, all_orders, layouts, pools_of
+from autopart.passes.search.layout import MOST_ORDERS, SMALL, Layout, Pools, all_orders, layouts, orders_of, pools_of
 from autopart.passes.search.partition import INFEASIBLE, Cut, Partition, Table, Taken, solve_partition, solve_pools
 from autopart.passes.search.space import SearchSpace, fastest_sums, gradient_edges
 from autopart.passes.search.tables import StageCostTables
@@ -284,7 +284,7 @@ def rearranged(candidate: Candidate, space: SearchSpace) -> Iterator[Candidate]:
     own = tuple(tuple(map(stage.count, kinds)) for stage in devices)
     ways = {(*own[:i], own[i + 1], own[i], *own[i + 2 :]) for i in range(count - 1)}
     if factorial(count) // prod(map(factorial, Counter(own).values())) <= MOST_ORDERS:
-        ways = _arranged(Counter(own))
+        ways = set(orders_of(own))
     tables = StageCostTables(space, pools, candidate.micro_rows, candidate.schedule, space.chain.n)
     for way in sorted(ways - {own}):
 
@@ -296,13 +296,6 @@ def rearranged(candidate: Candidate, space: SearchSpace) -> Iterator[Candidate]:
             if len(cut.taken) == count:
                 part, layout = _placed(pools, cut)
                 yield replace(candidate, bounds=part.bounds, widths=part.widths, first=part.first, layout=layout)
-
-
-def _arranged(left: Counter[Taken]) -> set[tuple[Taken, ...]]:
-    """Return every order of these."""
-    if not left.total():
-        return {()}
-    return {(taken, *rest) for taken in +left for rest in _arranged(left - Counter([taken]))}
 
 
 # ---- small spaces --------------------------------------------------------------------------------------------------

@@ -85,10 +85,10 @@ def least_ns(space: SearchSpace, candidate: Candidate) -> int:
     costs, rows, before = space.costs, max(candidate.micro_rows), 0
     busy: dict[tuple[int, ...], int] = {}  # by position, until all micro-batches have passed
     for (a, b), ranks in zip(pairwise(candidate.bounds), candidate.ranks, strict=True):
-        kinds = {costs.cluster.devices[rank] for rank in ranks}
+        kinds = set(costs.kinds_of(ranks))
         forward = backward = 0
         if len(kinds) == 1:
-            known = space.chain.range_costs(Size(-(-rows // len(ranks))), costs.device_types.index(kinds.pop()))
+            known = space.chain.range_costs(Size(-(-rows // len(ranks))), kinds.pop())
             forward, backward = (int(each.sum()) for each in known.blocks[:2, a:b])
         busy[ranks] = busy.get(ranks, before) + len(candidate.micro_rows) * (forward + backward)
         before += forward if space.is_chain else 0

@@ -155,11 +155,11 @@ class StageCostTables:
     @_remembered
     def _place(self, layout: Layout | Pools, used: Any, width: Any) -> _Place:
         costs, (ranks, before) = self.space.costs, layout.stage(used, width)
-        cluster, kinds = costs.cluster, costs.device_types
-        device_types = (0,) if len(kinds) == 1 else tuple(sorted(kinds.index(cluster.devices[rank]) for rank in ranks))
+        cluster = costs.cluster
+        device_types = tuple(sorted(costs.kinds_of(ranks)))
         if len(set(device_types)) == 1 or len(ranks) > self._rows:
             device_types = tuple(sorted(set(device_types)))  # the slowest counts
-        memory = min(kinds[kind].memory_bytes - kinds[kind].reserve_bytes for kind in set(device_types))
+        memory = cluster.least_memory_bytes(ranks)
         arriving, ring = costs.loads.paces(before, ranks)
         summing = summing_ns(1 << 30, ranks, cluster) / (1 << 30)
         return _Place(device_types, INFEASIBLE if self.ignore_memory else memory, arriving, ring, summing)

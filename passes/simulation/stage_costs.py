@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import lru_cache
@@ -45,6 +45,8 @@ class Estimator:
     ) -> None:
         self.cluster, self.cost_model, self.state_factor = cluster, cost_model, state_factor
         self.device_types = device_types(cluster)
+        places = {device: place for place, device in enumerate(self.device_types)}
+        self._kinds = [places[device] for device in cluster.devices]
         self.overlap, self.group_ns = overlap, group_ns
         self.slices = slices or SliceShares(1, {}, (), (), 0)
         self.loads = Loads(cluster)
@@ -56,6 +58,10 @@ class Estimator:
         other = copy(self)
         other.cost_model, other._graphs, other._stages = cost_model, {}, {}
         return other
+
+    def kinds_of(self, ranks: Iterable[int]) -> list[int]:
+        """Return the place of the device of each rank among `device_types`."""
+        return [self._kinds[rank] for rank in ranks]
 
     def graph(self, size: Size, device_type: int = 0) -> GraphIndex:
         """Return the graph with its costs at this size on this type of device."""
@@ -77,10 +83,7 @@ class Estimator:
     def stage_on(self, stage: StageContext, ranks: Sequence[int]) -> Estimate:
         """Return the estimate of a stage on the slowest of some ranks, which have equal shares of a micro-batch."""
         rows = stage.stage.division.part(stage.rows, stage.stage.ranks.index(ranks[0]))
-        kinds = [0]
-        if len(self.device_types) > 1:
-            kinds = sorted({self.device_types.index(self.cluster.devices[rank]) for rank in ranks})
-        types = {self.device_types[kind]: self.graph(Size(rows), kind) for kind in kinds}
+        types = {self.device_types[kind]: self.graph(Size(rows), kind) for kind in sorted(set(self.kinds_of(ranks)))}
         whole = self.graph(Size(stage.rows))
         return charged(Share(stage, ranks, whole, types, self.cluster, self.loads, self.state_factor, self.group_ns))
 

@@ -26,7 +26,7 @@ from autopart.passes.ops.weight_parts import summed_bytes
 from autopart.passes.program.named import SEARCHED
 from autopart.passes.program.orders import Shape, V
 from autopart.passes.search.evaluation import Candidate, Search
-from autopart.passes.search.layout import SMALL, Layout
+from autopart.passes.search.layout import SMALL, Layout, in_order, orders_of
 from autopart.passes.search.refinement import refined
 from autopart.passes.search.space import PER_RANK, SearchSpace, block_costs
 from autopart.passes.search.variants.ordered import Ordered, shortest_way, with_order
@@ -176,7 +176,7 @@ def _promises(space: SearchSpace, per_rank: int) -> Iterator[Promise]:
 def _trials(space: SearchSpace, promise: Promise, allowed: list[Way], limit: float) -> Iterator[Trial]:
     """Yield the plans of a promise, in different orders and by different cuts, that may take less than a limit."""
     zero = int(space.request.zero == 1)
-    for positions in islice(arrangements(promise.positions), ORDERS):
+    for positions in islice(orders_of(promise.positions), ORDERS):
         for way in allowed:
             if way.per_rank > PER_RANK[0] and way.per_rank * len(positions) > MOST_STAGES:
                 continue
@@ -188,22 +188,11 @@ def _trials(space: SearchSpace, promise: Promise, allowed: list[Way], limit: flo
                     yield trial
 
 
-def arrangements(positions: tuple[Position, ...]) -> Iterator[tuple[Position, ...]]:
-    """Yield the different orders of positions, those first that have the first of them first."""
-    if not positions:
-        yield ()
-    for first in dict.fromkeys(positions):
-        place = positions.index(first)
-        for rest in arrangements(positions[:place] + positions[place + 1 :]):
-            yield (first, *rest)
-
-
 def _laid_out(space: SearchSpace, promise: Promise, positions: tuple[Position, ...], way: Way) -> Candidate:
     """Return the plan on these positions, not yet cut."""
-    devices = space.costs.cluster.devices
-    left = [[rank for rank, device in enumerate(devices) if device == kind] for kind in space.costs.device_types]
-    order = [left[kind].pop(0) for kind, width in positions for _ in range(width)]
-    layout, widths = Layout(1, len(devices), 1, tuple(order)), tuple([width for _, width in positions])
+    cluster, kinds = space.costs.cluster, space.costs.device_types
+    order = in_order(cluster, [kinds[kind] for kind, width in positions for _ in range(width)])
+    layout, widths = Layout(1, cluster.world, 1, order), tuple([width for _, width in positions])
     return Candidate((), widths, 0, 0, layout, promise.micro_rows, way.schedule, (), way.per_rank, way.placement)
 
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from support.grids import sampled
 from support.oracles.drawn_clusters import drawn, found_for
 
+from autopart.passes.search.layout import orders_of
 from autopart.passes.search.variants.kinds import (
     DIVISIONS,
     Position,
-    arrangements,
     divisions,
     evaluate_kinds,
     promises,
@@ -32,7 +32,7 @@ def test_every_way_to_write_a_number_as_a_sum_is_found_once(count: int) -> None:
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 2)), min_size=1, max_size=5))
 def test_every_order_of_positions_is_found_once(drawn: list[tuple[int, int]]) -> None:
     positions = tuple(Position(*each) for each in drawn)
-    found = list(arrangements(positions))
+    found = list(orders_of(positions))
     assert len(found) == len(set(found))
     assert set(found) == set(permutations(positions))
 

@@ -21,8 +21,8 @@ from autopart.passes.program.routing import route
 from autopart.passes.program.verify import check_program, forward_program
 from autopart.passes.search import finalize as finish
 from autopart.passes.search.space import PlanRequest
-from autopart.passes.simulation.estimate import excess_of, simulated_ns, stage_estimates
-from autopart.passes.simulation.stage_costs import Estimator
+from autopart.passes.simulation.estimate import excess_of, simulated_ns
+from autopart.passes.simulation.stage_costs import Estimator, StageContext, stage_contexts
 
 
 def ops(p: Plan) -> list[str]:
@@ -269,10 +269,21 @@ def test_a_plan_that_its_blocks_flatter_gets_more_recomputation(monkeypatch: pyt
     limit = max(e.peak_bytes for e in roomy.estimates)
     assert not any(stage.recompute for stage in roomy.stages)
 
-    def more(*args: Any) -> tuple[Estimate, ...]:
-        return tuple(replace(e, peak_bytes=e.peak_bytes + 60) for e in stage_estimates(*args))
+    over_ops: list[StageContext] = []
+    stage_of = Estimator.stage
 
-    monkeypatch.setattr(finish, "stage_estimates", more)
+    def contexts_of(*args: Any) -> list[StageContext]:
+        found = stage_contexts(*args)
+        over_ops.extend(found)
+        return found
+
+    def more(estimator: Estimator, context: StageContext) -> Estimate:
+        found = stage_of(estimator, context)
+        dearer = any(context is each for each in over_ops)
+        return replace(found, peak_bytes=found.peak_bytes + 60) if dearer else found
+
+    monkeypatch.setattr(finish, "stage_contexts", contexts_of)
+    monkeypatch.setattr(Estimator, "stage", more)
     monkeypatch.setattr(finish, "excess_of", lambda *args: [excess + 60 for excess in excess_of(*args)])
     p = plan_of(g, cluster(2, memory=limit), **options)
     assert max(e.peak_bytes for e in p.estimates) <= limit - 60

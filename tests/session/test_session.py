@@ -10,7 +10,7 @@ import torch
 from support.jobs import session_jobs as jobs
 from support.jobs.failures import rank_error_jobs
 from support.jobs.failures.failing_jobs import CASE as TROUBLED
-from support.jobs.failures.failing_jobs import arm
+from support.jobs.failures.failing_jobs import armed
 from support.jobs.step_jobs import ALL
 from support.workers import Workers
 
@@ -251,8 +251,7 @@ def test_a_pipe_whose_step_failed_takes_no_further_step() -> None:
             pipe.step(object())  # nothing was sent: it goes on
         pipe.step(batch)
         before = pipe.state_dict()
-        arm("forward", "raise", 2)
-        with pytest.raises(StageError, match="gave up"):
+        with armed("forward", "raise", 2), pytest.raises(StageError, match="gave up"):
             pipe.step(batch)
         assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
         for refused in (pipe.step, pipe.eval_loss):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.jobs.failures.failing_jobs import CASE, arm
+from support.jobs.failures.failing_jobs import CASE, armed
 from support.jobs.step_jobs import cluster, compiled
 from support.models.zoo import CASES
 from support.workers import Workers
@@ -60,8 +60,7 @@ def parts_after_failure() -> Any:
     pipe = compiled(CASE, CASE.model(), batch, cuts=["layers.2"], micro_batches=2)
     pipe.step(batch)
     before = pipe.state_dict()
-    arm("forward", "raise", 2)
-    with contextlib.suppress(autopart.RunError):
+    with armed("forward", "raise", 2), contextlib.suppress(autopart.RunError):
         pipe.step(batch)
     part = pipe.local_state_dict()
     model = pipe.model

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,16 @@ def arm(phase: str, how: str | Callable[[], None], calls: int, clock: str = "") 
     how: "kill" sends SIGKILL to the process, "raise" raises an error, and a function is called.
     """
     _armed.update(phase=phase, how=how, calls=calls, clock=clock)
+
+
+@contextlib.contextmanager
+def armed(phase: str, how: str | Callable[[], None], calls: int) -> Iterator[None]:
+    """Arm the op, and disarm it afterwards, called often enough or not: other jobs come in this process."""
+    arm(phase, how, calls)
+    try:
+        yield
+    finally:
+        _armed.clear()
 
 
 def die(clock: str) -> None:

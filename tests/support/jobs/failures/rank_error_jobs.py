@@ -5,6 +5,7 @@ A rank returns the error and the time at which it was raised instead of raising 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import time
@@ -82,10 +83,8 @@ def failed_step(phase: str, calls: int) -> dict[str, Any]:
     pipe = autopart.compile(model, f"cpu:{WORLD}", sample=batch, **options)
     pipe.step(batch)
     before = {name: (p.grad, p.grad.clone()) for name, p in pipe.named_parameters() if p.grad is not None}
-    if rank() == WORLD - 1:
-        failing_jobs.arm(phase, "raise", calls)
-    found: dict[str, Any] = {"failed": error_of(lambda: pipe.step(batch))}
-    failing_jobs.arm("", "raise", 0)
+    with failing_jobs.armed(phase, "raise", calls) if rank() == WORLD - 1 else contextlib.nullcontext():
+        found: dict[str, Any] = {"failed": error_of(lambda: pipe.step(batch))}
     after = {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
     found["kept"] = after.keys() == before.keys() and all(
         after[name] is grad and torch.equal(grad, copy) for name, (grad, copy) in before.items()
@@ -105,9 +104,8 @@ def failed_step_in_open_group() -> tuple[str, float, float]:
     """
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     pipe = autopart.compile(CASE.model(), f"cpu:{WORLD}", sample=CASE.batch(ROWS), cuts=failing_jobs.CUTS, **PLAIN)
-    if rank() == WORLD - 1:
-        failing_jobs.arm("forward", "raise", 1)
-    name = error_of(lambda: pipe.step(CASE.batch(ROWS)))[0]
+    with failing_jobs.armed("forward", "raise", 1) if rank() == WORLD - 1 else contextlib.nullcontext():
+        name = error_of(lambda: pipe.step(CASE.batch(ROWS)))[0]
     pipe.close()
     total = torch.tensor(float(rank()))
     dist.all_reduce(total)

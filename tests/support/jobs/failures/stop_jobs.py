@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from typing import Any
@@ -34,9 +35,9 @@ def in_a_step(rank: int, phase: str) -> tuple[list[bool], bool, bool]:
         with own, autopart.compile(run_script.Net(), "cpu:2", sample=run_script.batch(0), **options) as pipe:
             inside = [signal.getsignal(number) for number in SIGNALS]
             for step in range(3):
-                if step == 1 and pipe.rank == rank:
-                    failing_jobs.arm(phase, lambda: os.kill(os.getpid(), signal.SIGTERM), 2)
-                pipe.step(run_script.batch(step))
+                now = step == 1 and pipe.rank == rank
+                with failing_jobs.armed(phase, _terminate, 2) if now else contextlib.nullcontext():
+                    pipe.step(run_script.batch(step))
                 asked.append(pipe.stop_requested)
         after = [signal.getsignal(number) for number in SIGNALS]
         heard = seen == ([signal.SIGTERM] if pipe.rank == rank else [])
@@ -86,6 +87,10 @@ def between_calls(rank: int) -> list[bool]:
             return [*asked, pipe.stop_requested]
     finally:
         _forget()
+
+
+def _terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _forget() -> None:

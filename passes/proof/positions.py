@@ -8,7 +8,9 @@ part of the backward that the stage before waits for, and the whole backward of 
     step >= F of all stages  +  I of all stages behind its last one  +  M B of all its stages
     step >= F + I of all stages
 
-since it has nothing else to do before that micro-batch has come to its stage of lap l, or back to its last one.  To
+since it has nothing else to do before that micro-batch has come to its stage of lap l, or back to its last one.  The
+messages between stages that it has passed by then are added to F and I: all within laps, whose positions are different
+(`crossings`), and none from one lap to the next, which may begin where that one ends.  To
 each of the first two may be added its optimizer step, and the sums of its gradients less one backward of one stage:
 sums follow the last compute of a rank, beside that compute (`play`).
 
@@ -33,6 +35,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autopart.passes.graph.cuts import Floats, Ints
+from autopart.passes.proof.crossings import paces, parted, sent_bytes
 from autopart.passes.proof.prices import Priced
 from autopart.passes.proof.sets import Taken, counts_of
 from autopart.passes.search.space import gradient_edges
@@ -116,8 +119,9 @@ class Positions:
 
     parts: by set, places of the parts of a micro-batch for one of which the devices of a stage are busy, -1 for no
     other.  forward, backward: of a micro-batch, as (parts, blocks).  inputs: the part that blocks before wait for.
-    optimizer, sums: once a step, as (sets, blocks).  in_line, comes_back: whether each stage waits for the one before
-    it in the forward, and for the one behind it in the backward.
+    optimizer, sums: once a step, as (sets, blocks).  sent: bytes of a message to a stage that begins with a block, and
+    of their gradients.  paces: latency and nanoseconds per byte between two sets.  in_line, comes_back: whether each
+    stage waits for the one before it in the forward, and for the one behind it in the backward.
     """
 
     micros: int
@@ -127,6 +131,8 @@ class Positions:
     inputs: Floats
     optimizer: Floats
     sums: Floats
+    sent: tuple[Floats, Floats]
+    paces: tuple[Floats, Floats]
     in_line: bool
     comes_back: bool
 
@@ -142,7 +148,10 @@ class Positions:
         learns = np.where(np.arange(space.chain.n) >= first, 1.0, 0.0)
         inputs = (inputs if case.orders else backward) * learns
         micros = len(case.micro_rows)
-        return cls(micros, parts, forward, backward * learns, inputs, *case.ends_ns, space.is_chain, back)
+        away, gradients = sent_bytes(space, max(case.micro_rows)) if space.is_chain else (0 * learns, 0 * learns)
+        sent = away, gradients * (np.arange(space.chain.n) > first)
+        ends, links = case.ends_ns, paces(space, case.sets or ())
+        return cls(micros, parts, forward, backward * learns, inputs, *ends, sent, links, space.is_chain, back)
 
     @cached_property
     def least(self) -> tuple[Floats, Floats, Floats]:
@@ -160,12 +169,14 @@ class Positions:
         return np.maximum(1.0, busy), (self.forward + self.inputs).sum(axis=1)[self.parts].min(axis=1)
 
     def least_work(self, some: Divisions) -> Floats:
-        """Return a quick bound for divisions: every block where it is best."""
-        forward, backward, _ = self.least
+        """Return a quick bound for divisions, of the work and of the path: every block where it is best."""
+        forward, backward, inputs = self.least
         weights = 1 / self.whole[0][some.places]
         weights /= (weights * some.numbers).sum(axis=1, keepdims=True)
-        busy = self.micros * (forward + backward) + self.optimizer
-        return np.asarray((weights[:, :, None] * busy[some.places]).min(axis=1).sum(axis=1))
+        busy = weights[:, :, None] * (self.micros * (forward + backward) + self.optimizer)[some.places]
+        through = (forward + inputs)[some.places]
+        paths = (0.0, 1.0) if self.comes_back else (0.0,)
+        return np.max([((1 - path) * busy + path * through).min(axis=1).sum(axis=1) for path in paths], axis=0)
 
     def weights(self, some: Divisions, prices: Sequence[Prices]) -> tuple[Floats, Floats]:
         """Return the weights of positions for which no division of a model of one kind of block is better than
@@ -203,8 +214,11 @@ class Positions:
         before[:, :, 0, 0] = 0.0
         at = some.places[:, tour.kind]
         part = self.parts[at, np.minimum(tour.part, self.parts.shape[1] - 1)]
-        for b in range(self.forward.shape[1]):
+        leave, enter = self._messages(some, weights, prices)
+        n = self.forward.shape[1]
+        for b in range(n):
             came = before[..., tour.before]
+            came += enter[b]
             np.minimum(exposed, came, out=exposed)
             np.minimum(hiding, np.add(came, start, out=came), out=hiding)
             forward, backward, inputs = (x[part, b][:, None] for x in (self.forward, self.backward, self.inputs))
@@ -213,7 +227,10 @@ class Positions:
             for value, factor in ((exposed, factors.backward[0]), (hiding, factors.backward[1])):
                 value += way
                 value += (factor * backward + ends)[:, :, None]
-            best = np.minimum.reduceat(np.minimum(exposed, hiding, out=came), tour.starts, axis=3)
+            np.minimum(exposed, hiding, out=came)
+            if b + 1 < n:
+                came += leave[b + 1]
+            best = np.minimum.reduceat(came, tour.starts, axis=3)
             before[..., 1:] = best
             before[:, :, 1:, 0], before[:, :, 0, 0] = best[:, :, :-1, -1], np.inf
         found = best[:, :, -1, -1] - (fee * some.numbers).sum(axis=2)
@@ -221,8 +238,7 @@ class Positions:
         return np.asarray(np.maximum(found.max(axis=1), self.micros * few[some.places].max(axis=1)))
 
     def _factors(self, tour: Tour, weights: Floats, prices: Sequence[Prices]) -> Factors:
-        laps, path = np.array([p.laps for p in prices]), np.array([p.path for p in prices])
-        later = laps[:, ::-1].cumsum(axis=1)[:, ::-1][:, 1:]  # (prices, laps): of those behind a lap
+        laps, path, later = _laps(prices)
         own, unused, used = weights[:, :, tour.kind], weights @ tour.unused.T, weights @ tour.used.T
         waiting = (later * (1 - path)[:, None])[:, :, None] + laps[:, :-1, None] * unused[:, :, None]
         forward = self.micros * own[:, :, None] * (1 - later)[:, :, None] + path[:, None, None]
@@ -232,19 +248,52 @@ class Positions:
         hidden = np.array([p.sums for p in prices])[:, None]
         return Factors(forward, (own * self.micros, own * (self.micros - hidden)), inputs)
 
-    def grid(self, per_rank: int, *, fine: bool) -> list[Prices]:
-        """Return prices to try."""
-        ends = [0.0] * (per_rank - 1)
+    def _messages(
+        self, some: Divisions, weights: Floats, prices: Sequence[Prices]
+    ) -> tuple[list[Floats], list[Floats]]:
+        """Return by block, for each node, its part of the messages to the stage behind it if that begins with the
+        block, and of those from the stage before it: nothing where one lap ends and the next one begins."""
+        tour, numbers = some.tour, some.numbers
+        latency, pace = (
+            parted(each[some.places[:, :, None], some.places[:, None, :]], numbers)[:, tour.kind] for each in self.paces
+        )
+        laps, path, later = _laps(prices)
+        own, unused, used = weights[:, :, tour.kind], weights @ tour.unused.T, weights @ tour.used.T
+        first, last = tour.before == 0, tour.unused.sum(axis=1) == 0
+        common = path[:, None] + later * (1 - path)[:, None]
+        found: tuple[list[Floats], list[Floats]] = [], []
+        for each, behind, done, none in ((found[0], unused, used + own, last), (found[1], unused + own, used, first)):
+            away = common[:, :, None] + laps[:, :-1, None] * behind[:, :, None]
+            back = np.broadcast_to(path[:, None, None], away.shape).copy()
+            back[:, :, -1] += laps[:, -1:] * done
+            away[..., none] = back[..., none] = 0.0
+            known: dict[tuple[float, float], Floats] = {}
+            for sizes in zip(*self.sent, strict=True):
+                if sizes not in known:
+                    taken = [(latency + pace * size if size else 0 * pace)[:, None, None] for size in sizes]
+                    known[sizes] = away * taken[0] + back * taken[1]
+                each.append(known[sizes])
+        return found
+
+    def grids(self, per_rank: int) -> list[list[Prices]]:
+        """Return prices to try, those first that are best most often: the later ones are for few divisions."""
+        ends, most = [0.0] * (per_rank - 1), (0.0, 0.5, 1.0)
         head, even = (1.0, *ends, 0.0), (*[1 / per_rank] * per_rank, 0.0)
         if not self.comes_back:
-            return [Prices(head, 0.0, sums) for sums in ((0.0, 0.5, 1.0) if fine else (0.0, 1.0))]
+            return [[Prices(head, 0.0, 0.0), Prices(head, 0.0, 1.0)], [Prices(head, 0.0, 0.5)]]
         every = tuple([1 / (per_rank + 1)] * (per_rank + 1))
         back = (*[0.0] * per_rank, 1.0)
-        if not fine:
-            return [Prices(even, 0.0, 0.5), Prices(back, 0.0, 1.0)]
-        mixed = dict.fromkeys((head, even, every, back))
-        found = [Prices(laps, 0.0, sums) for laps in mixed for sums in (0.0, 0.5, 1.0)]
-        return found + [Prices(every, path, sums) for path in (0.25, 0.5, 0.75) for sums in (0.0, 1.0)]
+        found = [Prices(laps, 0.0, sums) for laps in dict.fromkeys((head, even, every, back)) for sums in most]
+        found += [Prices(every, path, sums) for path in (0.25, 0.5, 0.75) for sums in (0.0, 1.0)]
+        first = [Prices(head, 0.0, 0.0), Prices(every, 0.25, 0.0)]
+        rest = [prices for prices in found if prices not in first]
+        return [first, [each for each in rest if not each.sums], [each for each in rest if each.sums]]
+
+
+def _laps(prices: Sequence[Prices]) -> tuple[Floats, Floats, Floats]:
+    """Return by price what laps count, and the way back; the path; and all that comes behind each lap."""
+    laps = np.array([p.laps for p in prices])
+    return laps, np.array([p.path for p in prices]), laps[:, ::-1].cumsum(axis=1)[:, ::-1][:, 1:]
 
 
 def divisions(counts: Taken, sets: Sequence[Taken], least: int) -> Iterator[tuple[int, ...]]:
@@ -298,12 +347,12 @@ def _least(
     The divisions with the least bounds get better ones, until none of those is among them.
     """
     values, known = quick.copy(), np.zeros(len(quick), dtype=int)
-    levels = [costs.grid(per_rank, fine=False), costs.grid(per_rank, fine=True)]
+    levels = costs.grids(per_rank)
     while tries > 0:
         low = np.argsort(values, kind="stable")[:AT_ONCE]
         low = low[values[low] < enough]
-        least = known[low[0]] if len(low) else 2
-        if least == 2:
+        least = known[low[0]] if len(low) else len(levels)
+        if least == len(levels):
             break
         chosen = low[known[low] == least]
         values[chosen] = np.maximum(values[chosen], costs.bounds(every.some(chosen), per_rank, levels[least]))

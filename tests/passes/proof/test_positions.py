@@ -2,59 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from random import Random
 
-import numpy as np
 import pytest
 from support.grids import sampled
-from support.oracles.drawn_clusters import drawn, found_for
+from support.oracles.drawn_clusters import bound_of, drawn, found_for, random_plan
 from support.oracles.planner_oracle import Problem
 
-from autopart.passes.program.orders import LOOP, ONE, V
 from autopart.passes.proof.lower_bound import lower_bound
-from autopart.passes.proof.positions import positions_bound
-from autopart.passes.proof.prices import Priced
-from autopart.passes.search.evaluation import Candidate, Evaluation, evaluate
-from autopart.passes.search.layout import Layout
-from autopart.passes.search.space import SearchSpace
-from autopart.passes.search.variants.ordered import shortest_way, with_order
-
-
-def case_of(space: SearchSpace, rows: tuple[int, ...], *, several: bool, orders: bool = True) -> Priced:
-    types, world = len(space.costs.device_types), space.costs.cluster.world
-    widest = min(world, max(rows))
-    return Priced(space, rows, np.ones(types), 1.0, widest, several=several, orders=orders)
-
-
-def bound_of(space: SearchSpace, rows: tuple[int, ...], per_rank: int) -> int:
-    return positions_bound(case_of(space, rows, several=per_rank > 1), (per_rank,), float("inf"))
-
-
-def random_plan(space: SearchSpace, draw: Random) -> Evaluation | None:
-    """Devices in any order, any number of them a position, any cuts, and an order by name or a searched one."""
-    world, n, rows = space.costs.cluster.world, space.chain.n, draw.choice(space.request.micro_rows)
-    order = draw.sample(range(world), world)
-    used = draw.randint(1, world)
-    ends = sorted(draw.sample(range(1, used), draw.randint(0, used - 1)))
-    widths = tuple(b - a for a, b in pairwise((0, *ends, used)))
-    schedule, per_rank, placement = draw.choice(
-        [("1f1b", 1, ONE), ("gpipe", 1, ONE), ("zb-h2", 1, ONE), ("searched", 1, ONE), ("zb-v", 2, V)]
-        + [("searched", number, placement) for number in (2, 4) for placement in (V, LOOP)] * 2
-    )
-    if len(widths) * per_rank > n or (per_rank > 1 and len(widths) == 1):
-        return None
-    if max(widths) > space.request.most_replicas(rows):
-        return None
-    bounds = (0, *sorted(draw.sample(range(1, n), len(widths) * per_rank - 1)), n)
-    layout = Layout(1, world, 1, tuple(order))
-    plan = Candidate(bounds, widths, 0, 0, layout, rows, schedule, (), per_rank, placement)
-    if not space.allows(bounds):
-        return None
-    if schedule == "searched":
-        way = shortest_way(space, plan, 0)
-        return None if way is None else evaluate(space, with_order(space, plan, way, 200))
-    return evaluate(space, plan)
 
 
 def check(problem: Problem, draw: Random, *, plans: int) -> None:

@@ -1,14 +1,14 @@
 """How long a start takes, from the model to a pipeline that is ready, and planning alone.
 
-`compile` of GPT-2 (12 layers) on two ranks, with empty caches and once more with the plan and the costs in them, each
-in new processes: seconds on the clock, and processor seconds by phase that rank 0 logs.  The model, the batch and
-imports are made outside of that clock; imports have one of their own.  Plans of Llama-3 8B for 8 devices and of
-Llama-3.1 405B for 1,024, as in `plan_speed`: processor seconds without imports.
+`compile` of GPT-2 (12 layers) on two ranks of torchrun, with empty caches and once more with the plan and the costs in
+them, each in new processes: seconds on the clock, and processor seconds by phase that rank 0 logs.  The model, the
+batch and imports are made outside of that clock; imports have one of their own.  Plans of Llama-3 8B for 8 devices and
+of Llama-3.1 405B for 1,024, as in `plan_speed`: processor seconds without imports.
 
 Targets: a start in at most 60 % of the 19.1 s that it took at first (2281ae3, another machine); with full caches in at
 most 35 % of one with empty caches; the plan of 8B in 5 s, that of 405B in 40 s of the processor.  With
-`--before FOLDER` also the starts of the sources in that folder, here and now: a ratio holds on any machine, and 60 % is
-then taken of those.  Seconds on the clock need an idle machine.
+`--before FOLDER` also the starts of the sources in that folder (a checkout of 2281ae3), in turn with these: a ratio
+holds on any machine, and 60 % is then taken of those.  Seconds on the clock need an idle machine.
 
     python -m benchmarks.planning.start                5 minutes; writes results/start.json
     python -m benchmarks.planning.start --layers 2     a smaller model, once, without the plans; writes nothing
@@ -81,29 +81,29 @@ def start(layers: int) -> dict[str, Any]:
     return found
 
 
-def starts(layers: int, rounds: int) -> Runs:
-    """Start with empty caches and once more, so many times."""
-    found: Runs = {_COLD: [], _CACHED: []}
+def starts(folders: list[Path], layers: int, rounds: int) -> list[Runs]:
+    """Start the sources in each folder in turn, with empty caches and once more, so many times."""
+    found: list[Runs] = [{_COLD: [], _CACHED: []} for _ in folders]
     for _ in range(rounds):
-        with tempfile.TemporaryDirectory() as cache:
-            os.environ["AUTOPART_CACHE"] = cache
-            for each in found.values():
-                each.append(autopart.launch(start, "cpu:2", layers))
+        for folder, runs in zip(folders, found, strict=True):
+            with tempfile.TemporaryDirectory() as cache:
+                for each in runs.values():
+                    each.append(started(folder, layers, cache))
     return found
 
 
-def starts_of(folder: Path, layers: int, rounds: int) -> Runs:
-    """Return the starts of the sources in another folder, measured by this file."""
-    given = ["--raw", "--layers", str(layers), "--rounds", str(rounds)]
-    path = os.pathsep.join(map(str, (folder.resolve(), Path(__file__).resolve().parent)))
-    outcome = subprocess.run(
-        [sys.executable, "-c", "import start; start.main()", *given], cwd=folder,
-        env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    if outcome.returncode:
-        raise SystemExit(f"the sources in {folder} do not start:\n{outcome.stderr[-2000:]}")
-    found: Runs = json.loads(outcome.stdout.splitlines()[-1])
-    return found
+def started(folder: Path, layers: int, cache: str) -> list[dict[str, Any]]:
+    """Return what each of two ranks took that torchrun starts on the sources in a folder."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    with tempfile.TemporaryDirectory() as results:
+        outcome = subprocess.run(
+            [*torchrun, str(Path(__file__).resolve()), "--layers", str(layers), "--rank", results], cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(folder.resolve()), "AUTOPART_CACHE": cache, "OMP_NUM_THREADS": "1"},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        if outcome.returncode:
+            raise SystemExit(f"the sources in {folder} do not start:\n{outcome.stderr[-6000:]}")
+        return [json.loads(Path(results, str(rank)).read_text()) for rank in range(2)]
 
 
 def seconds_of(runs: list[list[dict[str, Any]]]) -> float:
@@ -163,17 +163,19 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--rounds", type=int, default=0, help=f"{ROUNDS} for the whole model, else 1")
     parser.add_argument("--before", type=Path, help="folder with other sources to compare with")
-    parser.add_argument("--raw", action="store_true", help="print starts alone, as JSON")
+    parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     # Compiled code is kept beside the sources, as Python does by itself, whatever the environment says.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     whole = given.layers == LAYERS
     rounds = given.rounds or (ROUNDS if whole else 1)
-    found = starts(given.layers, rounds)
-    if given.raw:
-        print(json.dumps(found))
+    if given.rank:
+        sys.setrecursionlimit(10_000)  # the first sources need it
+        given.rank.joinpath(os.environ["RANK"]).write_text(json.dumps(start(given.layers)))
         return
-    before = starts_of(given.before, given.layers, rounds) if given.before else None
+    folders = [Path(autopart.__file__).resolve().parents[1], *([given.before] if given.before else [])]
+    found, *others = starts(folders, given.layers, rounds)
+    before = others[0] if others else None
     print(described(found))
     if before:
         print(f"before:\n{described(before)}")

@@ -175,8 +175,8 @@ class Positions:
         weights /= (weights * some.numbers).sum(axis=1, keepdims=True)
         busy = weights[:, :, None] * (self.micros * (forward + backward) + self.optimizer)[some.places]
         through = (forward + inputs)[some.places]
-        paths = (0.0, 1.0) if self.comes_back else (0.0,)
-        return np.max([((1 - path) * busy + path * through).min(axis=1).sum(axis=1) for path in paths], axis=0)
+        bounds = [each.min(axis=1).sum(axis=1) for each in ((busy, through) if self.comes_back else (busy,))]
+        return np.asarray(np.max(bounds, axis=0))
 
     def weights(self, some: Divisions, prices: Sequence[Prices]) -> tuple[Floats, Floats]:
         """Return the weights of positions for which no division of a model of one kind of block is better than

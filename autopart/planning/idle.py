@@ -13,6 +13,7 @@ from autopart.capture import CaptureCache
 from autopart.ir.decision import listed_runs
 from autopart.ir.errors import CaptureError, InfeasibleError, RefusedError, UsageError
 from autopart.ir.plan import Alternative, Plan
+from autopart.passes.search.variants.slicing import NothingSaved
 from autopart.planning.derive.token_axis import asked_slices, sequence_length
 from autopart.planning.restrictions import PlanningTask
 
@@ -38,7 +39,10 @@ def with_slices_tried(
             return found.with_notes(*(f"{idle}; {note}" for note in slices.notes))
         positions = dict.fromkeys(stage.ranks for stage in known.stages)
         options = replace(task.options, stages=len(positions), replicas=tuple(map(len, positions)), stages_per_rank=1)
-        tried = make(replace(task, options=options, slices=slices, splits=(known.micro_rows,)))
+        asked = replace(task, options=options, slices=slices, splits=(known.micro_rows,), only_slices=True)
+        tried = make(asked)
+    except NothingSaved:
+        return found.with_notes(f"{idle}; slices of sequences save nothing")
     except (CaptureError, InfeasibleError, RefusedError, UsageError):
         return found
     step_ns, lengths = tried.step_ns, listed_runs(tried.decision.token_slices)

@@ -225,6 +225,7 @@ def _request(task: PlanningTask, graph: Graph) -> tuple[PlanRequest, tuple[str, 
         state_factor=factor,
         prove_seconds=options.prove,
         prove_rows=None if final else graph.rows,
+        only_slices=task.only_slices,
     )
     return request, notes
 

@@ -47,7 +47,7 @@ class PlanningTask:
     family: its base is the program whose costs are taken.  splits: the ways to cut the batch to choose from.  to_run:
     only plans that are exact at run time.  notes: on restrictions, for the plan.  least_rows: fewest rows of a
     micro-batch that a replica may have, if it has any.  uncut: values that must not pass between stages.  tell: is told
-    the size at which the plan is likely to run, as soon as that is known.
+    the size at which the plan is likely to run, as soon as that is known.  only_slices: as in `PlanRequest`.
     """
 
     family: ProgramFamily
@@ -60,6 +60,7 @@ class PlanningTask:
     least_rows: int = 1
     uncut: tuple[str, ...] = ()
     tell: Tell = nobody
+    only_slices: bool = False
 
 
 # ---- ways to cut the batch -------------------------------------------------------------------------------------------

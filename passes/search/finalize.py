@@ -171,7 +171,7 @@ def _explained(
     outlook = replace(
         taken.outlook,
         notes=notes,
-        alternatives=alternatives(own, others, its),
+        alternatives=() if space.request.only_slices else alternatives(own, others, its),
         limits=tuple(estimator.cluster.least_memory_bytes(stage.ranks) for stage in stages),
         spans=spans_text(timeline_of(taken.decision, taken.program, estimator)),
     )

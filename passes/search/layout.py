@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from itertools import pairwise, permutations, product
 from math import factorial, prod
@@ -58,7 +58,7 @@ class Layout:
     pipeline_replicas: int
     depth: int
     inner: int
-    order: tuple[int, ...]
+    order: tuple[int, ...] = field(hash=False)  # of all ranks: hashed with every key, it took a tenth of long searches
     wide: bool = True
 
     def ranks(self, start: int, width: int) -> tuple[int, ...]:

@@ -65,7 +65,8 @@ class PlanRequest:
     byte of trainable parameter.  prove_seconds: time to find a certificate (`certificate`) of the plan, if its largest
     micro-batch has prove_rows rows (None: any number).  rival_ns: step of a plan of another request, 0 for none: what
     cannot be faster, or is not nearly, is not searched.  shards: ranks of each device of the cluster, where these are
-    groups that compute together: what people read counts ranks.
+    groups that compute together: what people read counts ranks.  only_slices: plans of whole sequences are of no
+    interest: the search ends where slices save nothing, and alternatives are left out.
     """
 
     micro_rows: tuple[tuple[int, ...], ...]
@@ -92,6 +93,7 @@ class PlanRequest:
     prove_rows: int | None = None
     rival_ns: int = 0
     shards: int = 1
+    only_slices: bool = False
 
     def normalized(self) -> PlanRequest:
         """Fill in what follows from the rest.

@@ -17,6 +17,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from autopart.ir.errors import InfeasibleError
 from autopart.passes.program.schedules import find
 from autopart.passes.search.evaluation import Candidate, Evaluation, Search, evaluate
 from autopart.passes.search.refinement import actions_of, with_even_cuts
@@ -33,6 +34,10 @@ LONGEST = 250_000
 WORTH = 0.97
 """Slices are chosen if the simulated step is below this part of the step with whole sequences: the gain has to pay for
 overheads of a slice that the simulation leaves out."""
+
+
+class NothingSaved(InfeasibleError):
+    """A search for plans in slices alone (`PlanRequest.only_slices`) found none that is clearly faster."""
 
 
 def evaluate_slices(search: Search, effort: int) -> None:
@@ -60,6 +65,9 @@ def evaluate_slices(search: Search, effort: int) -> None:
                 if sliced.step_ns < limit and sliced.fits:
                     search.evaluate(whole.space, candidate)
         search.tell("slices of sequences")
+    # What is tried later changes the order of computes, and no whole sequences into slices.
+    if request.only_slices and not any(each.candidate.token_slices for each in search.fitting.values()):
+        raise NothingSaved("no plan in slices of sequences is clearly faster than whole ones")
 
 
 def slices_of(whole: Evaluation) -> Evaluation | None:

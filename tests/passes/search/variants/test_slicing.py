@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,15 +12,16 @@ from support.languages.graphs import cluster, graph, source
 from autopart.ir.plan import Plan
 from autopart.passes.pipeline import build
 from autopart.passes.search.space import PlanRequest
+from autopart.passes.search.variants.slicing import NothingSaved
 from autopart.passes.tokens.recipe import TokenAxis
 
 MODEL = "; ".join(f"v{i}:8000000 +w{i} #64 <- {f'v{i - 1}' if i else 'x'}" for i in range(8))
 AXIS = TokenAxis(1024, behind=("v2", "v6"))
 
 
-def planned(micros: int, **asked: Any) -> Plan:
+def planned(micros: int, axis: TokenAxis = AXIS, **asked: Any) -> Plan:
     """Eight layers of 8 ms forward and 16 back on two devices, sequences of 1024."""
-    request = PlanRequest(micro_rows=((1,) * micros,), token_axis=AXIS, **asked)
+    request = PlanRequest(micro_rows=((1,) * micros,), token_axis=axis, **asked)
     c, g = cluster(2), graph(MODEL)
     return build(source(g, c), c, request)
 
@@ -34,6 +36,21 @@ def test_one_micro_batch_is_sliced_and_many_are_not() -> None:
     request = PlanRequest(micro_rows=((1,) * 64,), token_axis=only_even, token_slices="auto")
     c, g = cluster(2), graph(MODEL)
     assert build(source(g, c), c, request).decision.token_slices == ()
+
+
+@pytest.mark.parametrize("micros", [1, 2, 4, 8, 64])
+def test_a_search_for_slices_alone_finds_the_same_plan_in_slices_or_that_they_save_nothing(micros: int) -> None:
+    axis = replace(AXIS, behind=())
+    free, alone = (
+        partial(planned, micros, token_slices="auto", axis=axis, only_slices=only_slices)
+        for only_slices in (False, True)
+    )
+    if not free().decision.token_slices:
+        with pytest.raises(NothingSaved):
+            alone()
+    else:
+        assert alone().decision == free().decision and alone().step_ns == free().step_ns
+        assert free().outlook.alternatives and not alone().outlook.alternatives
 
 
 def test_slices_that_are_asked_for_are_taken() -> None:

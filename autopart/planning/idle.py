@@ -33,21 +33,21 @@ def with_slices_tried(
     if not _may_help(found, known, task):
         return found
     idle = f"devices idle for {found.outlook.bubble:.0%} of the step"
+    nothing_saved = found.with_notes(f"{idle}; slices of sequences save nothing")
     try:
         slices = asked_slices("auto", captures, task.family.batch, task.family.base.graph.size)
         if slices.recipe is None:
             return found.with_notes(*(f"{idle}; {note}" for note in slices.notes))
         positions = dict.fromkeys(stage.ranks for stage in known.stages)
         options = replace(task.options, stages=len(positions), replicas=tuple(map(len, positions)), stages_per_rank=1)
-        asked = replace(task, options=options, slices=slices, splits=(known.micro_rows,), only_slices=True)
-        tried = make(asked)
+        tried = make(replace(task, options=options, slices=slices, splits=(known.micro_rows,), only_slices=True))
     except NothingSaved:
-        return found.with_notes(f"{idle}; slices of sequences save nothing")
+        return nothing_saved
     except (CaptureError, InfeasibleError, RefusedError, UsageError):
         return found
     step_ns, lengths = tried.step_ns, listed_runs(tried.decision.token_slices)
     if not lengths:
-        return found.with_notes(f"{idle}; slices of sequences save nothing")
+        return nothing_saved
     why = f"{step_ns / max(1, known.step_ns) - 1:+.1%}, in slices of {lengths} tokens; all batches then have one length"
     more = Alternative('token_slices="auto"', step_ns, why)
     return replace(found, outlook=replace(found.outlook, alternatives=(*found.outlook.alternatives, more)))

@@ -31,6 +31,7 @@ from autopart.runtime.stages.shard_group import Members
 from autopart.runtime.stages.stage_module import StageModule, StageSlices
 from autopart.runtime.tensors import LocalTensors
 from autopart.stagecode.compilers import COMPILERS, EAGER, Compiler
+from autopart.stagecode.memory import orders_of
 from autopart.stagecode.shards import held_layouts, held_shape, shard_code
 from autopart.stagecode.slicing import SliceChecks
 from autopart.stagecode.split import leaving, stage_module, wait_for
@@ -99,7 +100,8 @@ class StageCode:
         graph = captured.graph
         recipe = self._recipe(batch, graph.rows)
         divided = self._assignment(graph, recipe)
-        self.specs[graph.rows] = specs_of(graph, divided)
+        orders = orders_of(captured)
+        self.specs[graph.rows] = specs_of(graph, divided, orders)
         self.checks.note_copies(captured)
         self.layouts.update(held_layouts(graph, divided, rule.layouts))
         if recipe is not None:
@@ -109,7 +111,7 @@ class StageCode:
             self.layouts.update(held_layouts(graph, divided, sliced_layouts(graph, recipe, lengths, rule.layouts)))
             for number, part in enumerate(recipe.slices(lengths)):
                 values = [replace(v, shape=recipe.form(v.name).shape(v.shape, part)) for v in graph.values]
-                self.specs[graph.rows, number] = specs_of(replace(graph, values=tuple(values)), divided)
+                self.specs[graph.rows, number] = specs_of(replace(graph, values=tuple(values)), divided, orders)
         links = edges(self._decision, graph, self.prologue) if stages else ()
         for stage in stages:
             shard = None
@@ -171,11 +173,21 @@ def split_stages(decision: Decision) -> frozenset[int]:
     return frozenset(stage for turns in workers for kind, stage, _ in turns if ACTIONS[kind].part_of)
 
 
-def specs_of(graph: Graph, divided: Assignment | None = None) -> dict[str, torch.Tensor]:
-    """Return every value of a graph as a tensor on the meta device, by name.  divided: among ranks, which pass on what
-    they have of each."""
-    shapes = {v.name: held_shape(graph, divided, v.name, v.shape) for v in graph.values}
-    return {v.name: torch.empty(shapes[v.name], dtype=getattr(torch, v.dtype), device="meta") for v in graph.values}
+def specs_of(
+    graph: Graph, divided: Assignment | None = None, orders: Mapping[str, Sequence[int]] = MappingProxyType({})
+) -> dict[str, torch.Tensor]:
+    """Return every value of a graph as a dense tensor on the meta device, by name.
+
+    divided: among ranks, which pass on what they have of each.  orders: axes in memory order, of values that do not lie
+    in the order of their axes.
+    """
+    found = {}
+    for value in graph.values:
+        shape = held_shape(graph, divided, value.name, value.shape)
+        order = orders.get(value.name, range(len(shape)))
+        dtype = getattr(torch, value.dtype)
+        found[value.name] = torch.empty_permuted(shape, tuple(order), dtype=dtype, device="meta")
+    return found
 
 
 def sliced_layouts(

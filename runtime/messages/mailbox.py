@@ -20,8 +20,8 @@ class Mailbox:
     """Sends and receives the messages of this rank: over `Posting` if the transport needs it, else over one `Outbox` or
     `Inbox` for each directed pair of ranks.  Between two stages of this rank messages are handed over.
 
-    specs: shape and dtype of every value, by rows that this rank has (or by rows and slice) and by name.  layouts: of
-    the values that are cut between stages with other replicas (`RowRoutes`).  Making one is collective.
+    specs: shape, dtype and memory order of every value, by rows that this rank has (or by rows and slice) and by name.
+    layouts: of the values that are cut between stages with other replicas (`RowRoutes`).  Making one is collective.
     """
 
     def __init__(
@@ -99,10 +99,12 @@ class Mailbox:
             cut = self._routes.cut(part, tensors)
             if part.peer == self._rank:
                 self._handed[action] = [tensor.detach() for tensor in cut]
-            elif self._posting is not None:
-                self._posting.send(part.peer, action, cut)
+                continue
+            specs = self._routes.specs(part, self._own_specs(action))
+            if self._posting is not None:
+                self._posting.send(part.peer, action, cut, specs)
             else:
-                self._outboxes[part.peer].send(cut, action)
+                self._outboxes[part.peer].send(cut, specs, action)
                 self._pending[part.peer].add(action)
 
     def receive(self, action: Action) -> dict[str, torch.Tensor]:

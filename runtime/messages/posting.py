@@ -67,9 +67,9 @@ class Posting:
         if sends:
             self._sent[peer] = posted
 
-    def send(self, peer: int, key: Action, tensors: Sequence[torch.Tensor]) -> None:
-        """Take a message, which is posted with its exchange."""
-        self._given[peer, key] = pack(tensors)
+    def send(self, peer: int, key: Action, tensors: Sequence[torch.Tensor], specs: Specs) -> None:
+        """Take a message, which is posted with its exchange.  specs: how its tensors are to lie."""
+        self._given[peer, key] = pack(tensors, specs)
 
     def expect(self, peer: int, key: Action, specs: Specs) -> None:
         """Announce a message of this step."""

@@ -19,7 +19,7 @@ from autopart.ir.shares import RowLayout, common_period, passages
 @dataclass(frozen=True, slots=True)
 class RowPart:
     """The part of a message that passes between this rank and one other: `count` of this rank's `own` rows, from
-    `first` on.  piece: the slice of tokens."""
+    `first` on.  piece: the slice of tokens.  all_rows: whether both ranks have the same rows, and so captured alike."""
 
     peer: int
     names: tuple[str, ...]
@@ -27,6 +27,7 @@ class RowPart:
     count: int
     own: int
     piece: int = 0
+    all_rows: bool = False
 
 
 class RowRoutes:
@@ -71,21 +72,25 @@ class RowRoutes:
             if not passage.all_rows and not passage.carries_whole:
                 names = tuple(name for name in names if name in self._layouts)
             if names:
-                yield RowPart(other, names, passage.first - mine.first, passage.end - passage.first, mine.own, piece)
+                first, count = passage.first - mine.first, passage.end - passage.first
+                yield RowPart(other, names, first, count, mine.own, piece, passage.all_rows)
 
     def _layout(self, name: str, part: RowPart) -> RowLayout | None:
         return self._layouts.get((name, part.piece), self._layouts.get(name))
 
     def specs(self, part: RowPart, own: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Return shapes and dtypes of a part.  own: those of this rank's rows."""
+        """Return shapes, dtypes and memory orders of a part, the same on both ranks.  own: those of this rank's rows.
+
+        Values captured at other numbers of rows may lie otherwise, so parts of those pass in the order of their axes.
+        """
         return tuple(self._spec(name, part, own[name]) for name in part.names)
 
     def _spec(self, name: str, part: RowPart, spec: torch.Tensor) -> torch.Tensor:
-        layout = self._layout(name, part)
-        if layout is None or part.count == part.own:
+        if part.all_rows or (part.count == part.own and spec.is_contiguous()):
             return spec
-        shape = list(spec.shape)
-        shape[layout.axis] = shape[layout.axis] // part.own * part.count
+        layout, shape = self._layout(name, part), list(spec.shape)
+        if layout is not None:
+            shape[layout.axis] = shape[layout.axis] // part.own * part.count
         return spec.new_empty(shape)
 
     def cut(self, part: RowPart, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:

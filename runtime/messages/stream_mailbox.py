@@ -84,7 +84,8 @@ class StreamMailbox(Mailbox):
         """Post a message without waiting."""
         assert action.is_a.role == SEND
         for part in self._routes.parts(action, self._rows[action.micro]):
-            self._outboxes[part.peer].send(self._routes.cut(part, tensors), action)
+            specs = self._routes.specs(part, self._own_specs(action))
+            self._outboxes[part.peer].send(self._routes.cut(part, tensors), specs, action)
             self._unread[part.peer].append((self._tick + self._delay(action), action))
 
     def _received(self, send: Action, peer: int) -> list[torch.Tensor]:

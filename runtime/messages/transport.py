@@ -1,8 +1,9 @@
 """Messages between stages over Gloo: one first-in first-out channel for each directed pair of ranks.
 
-All values that one stage sends another for one micro-batch travel as one message.  A single contiguous tensor is sent
-in place; several, or one that is not contiguous, are packed.  A send is waited for when a later message of the peer has
-shown that it was consumed, or at the end of the step, so no rank blocks in a send.
+All values that one stage sends another for one micro-batch travel as one message.  They lie in it, and at the receiver,
+as they lay in memory when they were captured: kernels are as fast, and round, as in the model that is not split.  A
+single tensor that lies so is sent in place; several, or one that lies otherwise, are packed.  A send is waited for when a
+later message of the peer has shown that it was consumed, or at the end of the step, so no rank blocks in a send.
 
 Gloo only accesses host memory: messages of a CUDA device pass through pinned memory, and the host waits for the ops
 that compute them.
@@ -19,6 +20,7 @@ import torch.distributed as dist
 
 from autopart.ir.errors import WorkerError
 from autopart.ir.program import MESSAGES_AHEAD
+from autopart.rng import memory_order
 from autopart.runtime.activity import waiting
 
 _ALIGN = 64
@@ -27,7 +29,7 @@ _SMALL_BYTES = 1 << 18
 messages are posted before the first of them is needed; the memory of a plan does not count these bytes."""
 
 Specs = tuple[torch.Tensor, ...]
-"""Shapes and dtypes of the tensors of a message, as tensors on the meta device."""
+"""Shapes, dtypes and memory orders of the tensors of a message, as dense tensors on the meta device."""
 
 Announced = tuple[Any, Specs, int]
 """A message to come: its key, its tensors and its bytes (`offsets`)."""
@@ -44,15 +46,16 @@ def offsets(specs: Sequence[torch.Tensor]) -> tuple[list[int], int]:
     return starts, end
 
 
-def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return one flat byte tensor that holds them all; a single contiguous tensor is not copied."""
-    if len(tensors) == 1 and tensors[0].is_contiguous():
-        return tensors[0].detach().reshape(-1).view(torch.uint8)
-    starts, total = offsets(tensors)
+def pack(tensors: Sequence[torch.Tensor], specs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return one flat byte tensor that holds them all; a single tensor that lies as it is to be sent is not copied."""
+    laid = [tensor.detach().permute(memory_order(spec)) for tensor, spec in zip(tensors, specs, strict=True)]
+    if len(laid) == 1 and laid[0].is_contiguous():
+        return laid[0].reshape(-1).view(torch.uint8)
+    starts, total = offsets(specs)
     buffer = torch.empty(total, dtype=torch.uint8, device=tensors[0].device)
-    for start, tensor in zip(starts, tensors, strict=True):
+    for start, tensor in zip(starts, laid, strict=True):
         target = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        target.copy_(tensor.detach())
+        target.copy_(tensor)
     return buffer
 
 
@@ -60,7 +63,7 @@ def unpack(buffer: torch.Tensor, specs: Sequence[torch.Tensor]) -> list[torch.Te
     """Return views of a received message."""
     starts, _ = offsets(specs)
     pieces = zip(starts, specs, strict=True)
-    return [buffer[a : a + spec.nbytes].view(spec.dtype).view(spec.shape) for a, spec in pieces]
+    return [buffer[a : a + spec.nbytes].view(spec.dtype).as_strided(spec.shape, spec.stride()) for a, spec in pieces]
 
 
 def _pinned(size: int) -> torch.Tensor:
@@ -77,9 +80,9 @@ class Outbox:
         self._errors = _PeerErrors(peer)
         self._pending: dict[Hashable, tuple[dist.Work | None, torch.Tensor]] = {}
 
-    def send(self, tensors: Sequence[torch.Tensor], key: Hashable = None) -> None:
-        """Post one message without waiting."""
-        buffer = pack(tensors)
+    def send(self, tensors: Sequence[torch.Tensor], specs: Sequence[torch.Tensor], key: Hashable = None) -> None:
+        """Post one message without waiting.  specs: how its tensors are to lie."""
+        buffer = pack(tensors, specs)
         work = None
         if self._staged:
             buffer = _pinned(buffer.numel()).copy_(buffer)  # returns when the bytes are there

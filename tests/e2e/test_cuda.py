@@ -190,9 +190,10 @@ class HandedOverByNccl(dict[Action, Tensors]):
         self.messages = 0
 
     def __setitem__(self, action: Action, tensors: Tensors) -> None:
-        data = pack(tensors)
+        specs = [torch.empty_like(t, device="meta") for t in tensors]
+        data = pack(tensors, specs)
         posted = self._carrier.post(0, [(action, data)], [(action, data.numel())])
-        self._under_way[action] = posted, [t.to("meta") for t in tensors]
+        self._under_way[action] = posted, specs
         self.messages += 1
 
     def pop(self, action: Action, *default: Any) -> Tensors:

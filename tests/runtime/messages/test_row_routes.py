@@ -26,25 +26,36 @@ def of_rows(first: int, count: int) -> dict[str, torch.Tensor]:
     }
 
 
+def specs_of(values: dict[str, torch.Tensor], rows: int) -> dict[str, torch.Tensor]:
+    """Shapes of values that lie otherwise on ranks with other numbers of rows."""
+    specs = {name: t.to("meta") for name, t in values.items()}
+    return {name: t.t().contiguous().t() if rows % 2 and t.dim() == 2 else t for name, t in specs.items()}
+
+
 def played(way: str, senders: int, receivers: int, rows: int) -> list[dict[str, torch.Tensor] | None]:
     """What arrives on the ranks of the other stage; None on one without rows."""
     ranks = (tuple(range(senders)), tuple(range(10, 10 + receivers)))
     program = Program(1, 20, ranks, (), (Edge(0, 1, NAMES, NAMES),))
     src, dst = (0, 1) if way == FORWARD else (1, 0)
     send = Action("SF" if way == FORWARD else "SB", Slot(src, 0), dst)
-    mail: dict[tuple[int, int], list[torch.Tensor]] = {}
+    mail: dict[tuple[int, int], tuple[list[torch.Tensor], list[tuple[int, ...]]]] = {}
     for rank, window in zip(ranks[src], division(len(ranks[src])).windows(0, rows), strict=True):
         routes = RowRoutes(rank, program, LAYOUTS)
         for part in routes.parts(send, rows):
-            mail[rank, part.peer] = routes.cut(part, of_rows(window.first, window.own))
+            values = of_rows(window.first, window.own)
+            strides = [spec.stride() for spec in routes.specs(part, specs_of(values, window.own))]
+            mail[rank, part.peer] = routes.cut(part, values), strides
     found: list[dict[str, torch.Tensor] | None] = []
     for rank, window in zip(ranks[dst], division(len(ranks[dst])).windows(0, rows), strict=True):
         routes = RowRoutes(rank, program, LAYOUTS)
-        specs = {name: t.to("meta") for name, t in of_rows(0, window.own).items()}
-        parts = routes.parts(send.other_end, rows)
-        coming = [mail.pop((part.peer, rank)) for part in parts]
-        for part, tensors in zip(parts, coming, strict=True):
-            assert [spec.shape for spec in routes.specs(part, specs)] == [tuple(t.shape) for t in tensors]
+        specs = specs_of(of_rows(0, window.own), window.own)
+        parts, coming = routes.parts(send.other_end, rows), []
+        for part in parts:
+            tensors, strides = mail.pop((part.peer, rank))
+            coming.append(tensors)
+            expected = routes.specs(part, specs)
+            assert [spec.shape for spec in expected] == [tuple(t.shape) for t in tensors]
+            assert [spec.stride() for spec in expected] == strides
         found.append(routes.joined(way, parts, coming, specs) if parts else None)
     assert not mail
     return found

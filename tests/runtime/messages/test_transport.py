@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import pytest
@@ -33,7 +34,7 @@ def taken_in_order(keys: Sequence[int]) -> list[list[float]]:
     if world.rank == 0:
         outbox = Outbox(1, channel)
         for number in range(COUNT):
-            outbox.send(message(number), number)
+            outbox.send(message(number), SPECS, number)
         outbox.flush()
     else:
         inbox = Inbox(0, channel, world.device)
@@ -50,22 +51,28 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int8,
 shapes = st.lists(st.integers(0, 3), max_size=3).map(tuple)
 
 
-@given(st.lists(st.tuples(shapes, st.sampled_from(DTYPES), st.booleans()), min_size=1, max_size=5))
-def test_what_is_packed_is_unpacked_bit_by_bit(parts: list[tuple[tuple[int, ...], torch.dtype, bool]]) -> None:
-    tensors = [torch.randint(0, 2, shape).to(dtype) for shape, dtype, _ in parts]
-    tensors = [
-        t.transpose(0, -1) if turned and t.dim() > 1 else t for t, (_, _, turned) in zip(tensors, parts, strict=True)
-    ]
-    specs = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors]
-    buffer = pack(tensors)
+@given(st.lists(st.tuples(shapes, st.sampled_from(DTYPES), st.booleans(), st.randoms()), min_size=1, max_size=5))
+def test_what_is_packed_is_unpacked_bit_by_bit_and_lies_as_announced(
+    parts: list[tuple[tuple[int, ...], torch.dtype, bool, random.Random]],
+) -> None:
+    tensors, specs = [], []
+    for shape, dtype, turned, drawn in parts:
+        tensor = torch.randint(0, 2, shape).to(dtype)
+        tensors.append(tensor.transpose(0, -1) if turned and tensor.dim() > 1 else tensor)
+        order = drawn.sample(range(len(shape)), len(shape))
+        specs.append(torch.empty_permuted(tensors[-1].shape, order, dtype=dtype, device="meta"))
+    buffer = pack(tensors, specs)
     assert buffer.dtype == torch.uint8 and buffer.numel() == offsets(specs)[1]
-    for sent, found in zip(tensors, unpack(buffer, specs), strict=True):
-        assert found.dtype == sent.dtype and torch.equal(found, sent)
+    for sent, found, spec in zip(tensors, unpack(buffer, specs), specs, strict=True):
+        assert found.dtype == sent.dtype and torch.equal(found, sent) and found.stride() == spec.stride()
 
 
-def test_a_single_contiguous_tensor_is_not_copied() -> None:
-    tensor = torch.arange(6.0)
-    assert pack([tensor]).data_ptr() == tensor.data_ptr()
+def test_a_single_tensor_that_lies_as_announced_is_not_copied() -> None:
+    tensor = torch.arange(6.0).view(2, 3)
+    turned = torch.empty_permuted((3, 2), (1, 0), device="meta")
+    assert pack([tensor], [tensor.to("meta")]).data_ptr() == tensor.data_ptr()
+    assert pack([tensor.t()], [turned]).data_ptr() == tensor.data_ptr()
+    assert pack([tensor], [torch.empty_permuted((2, 3), (1, 0), device="meta")]).data_ptr() != tensor.data_ptr()
 
 
 @pytest.mark.parametrize("keys", [tuple(range(COUNT)), (3, 0, 5, 1, 2, 4), tuple(reversed(range(COUNT)))])

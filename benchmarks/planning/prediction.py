@@ -19,6 +19,7 @@ Memory: bytes of storage that autograd keeps or the rank received for the backwa
 worst moment of a step, compared with the activations in flight of the estimate.
 
     python -m benchmarks.planning.prediction                 about 25 minutes on 2 cores; writes results/prediction.json
+    python -m benchmarks.planning.prediction --rounds 36     three times as many steps and costs, in an hour
     python -m benchmarks.planning.prediction --only "slices|^t5"   matching plans; other recorded results are kept
 """
 
@@ -120,8 +121,8 @@ CASES = (
 )  # fmt: skip
 
 
-BLOCKS = 3
-"""Number of groups of steps. Costs are measured before and after each group."""
+STEPS = 4
+"""Steps of a block. Costs are measured before and after each block."""
 
 TINY = "tiny"
 MEAN, MOST, MEMORY, OF_TINY, ARCHITECTURES = 0.05, 0.12, 0.03, 0.25, 12
@@ -160,9 +161,9 @@ def measured(case: Case, cluster: autopart.Cluster, rounds: int) -> dict[str, An
     seconds: list[list[float]] = []
     parts: list[Parts] = []
     forecasts = [predicted(pipe, batch)]
-    for _ in range(BLOCKS):
+    for _ in range(-(-rounds // STEPS)):
         timed_step(pipe, batch)
-        seconds.append([timed_step(pipe, batch) for _ in range(max(1, rounds // BLOCKS))])
+        seconds.append([timed_step(pipe, batch) for _ in range(STEPS)])
         with pipe.traced() as spans:
             timed_step(pipe, batch)
         parts.append(parts_of(spans))
@@ -358,7 +359,7 @@ def agreement(rows: list[dict[str, Any]], close: float = 0.05) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=12, help="steps of a plan; more where cores change their speed")
     parser.add_argument("--only", default="", help="regular expression of plans' names")
     given = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"

@@ -2,8 +2,8 @@
 
 All values that one stage sends another for one micro-batch travel as one message.  They lie in it, and at the receiver,
 as they lay in memory when they were captured: kernels are as fast, and round, as in the model that is not split.  A
-single tensor that lies so is sent in place; several, or one that lies otherwise, are packed.  A send is waited for when a
-later message of the peer has shown that it was consumed, or at the end of the step, so no rank blocks in a send.
+single tensor that lies so is sent in place; several, or one that lies otherwise, are packed.  A send is waited for when
+a later message of the peer has shown that it was consumed, or at the end of the step, so no rank blocks in a send.
 
 Gloo only accesses host memory: messages of a CUDA device pass through pinned memory, and the host waits for the ops
 that compute them.

@@ -19,7 +19,7 @@ SMALL = {
     "planning.pass_times": "--layers 4 --runs 1",
     "planning.plan_change": "--layers 1 --rounds 1",
     "planning.plan_speed": "--only gpt2-xl",
-    "planning.prediction": "--only lstm --rounds 5",
+    "planning.prediction": "--only lstm --rounds 4",
     "planning.promises": "--part names --seeds 0 2",
     "planning.ranks": "--only 1024",
     "planning.splits": "--models lstm --rounds 2",

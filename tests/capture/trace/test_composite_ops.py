@@ -12,6 +12,9 @@ from torch import nn
 import autopart
 from autopart.batch.batch import flatten
 from autopart.capture import Captured, capture
+from autopart.capture.python.habits.habits import patched
+from autopart.capture.trace.export import quiet
+from autopart.capture.trace.functional import functional_graph
 from autopart.ir.errors import StageError
 from autopart.ir.graph import Size
 from autopart.passes.ops.table import has_row
@@ -111,3 +114,34 @@ def test_ops_that_an_earlier_capture_took_apart_are_not_taken_apart_again(monkey
         if isinstance(mine, torch.Tensor):
             assert (mine.shape, mine.stride(), mine.dtype) == (before.shape, before.stride(), before.dtype)
             assert mine.fake_mode is not before.fake_mode  # type: ignore[attr-defined]
+
+
+class Structured(nn.Module):
+    """Ops that torch generates from one structure each, and a tensor that is made of a number."""
+
+    def forward(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """Return a number."""
+        wide = torch.cat([x * 2.5 + 1, x.cumsum(-1), -x.cos(), x.pow(2).mean(-1, keepdim=True).rsqrt()], 1)
+        read = wide[places].clamp(min=torch.tensor(0.25)).transpose(0, 1).add(1e-6)
+        return torch.where(read > 0.5, read.tril(), read.softmax(-1)).sum()
+
+
+def test_ops_of_one_structure_stay_as_torch_leaves_them() -> None:
+    batch = (torch.ones(4, 6), torch.tensor([0, 2, 3]))
+    with patched(), quiet():
+        found = functional_graph(torch.export.export(Structured(), batch, strict=False))
+        expected = torch.export.export(Structured(), batch, strict=False).run_decompositions({}).graph
+    assert found is not None
+    assert [node.format_node() for node in found.nodes] == [node.format_node() for node in expected.nodes]
+    pairs = [(mine.meta["val"], theirs.meta["val"]) for mine, theirs in zip(found.nodes, expected.nodes, strict=True)
+             if mine.op != "output"]  # fmt: skip
+    assert all((mine.shape, mine.stride(), mine.dtype) == (v.shape, v.stride(), v.dtype) for mine, v in pairs)
+
+
+def test_a_kernel_that_stands_in_for_that_of_a_device_runs_for_no_key_that_records_ops() -> None:
+    keys, included = torch._C.DispatchKey, torch._C._dispatch_is_included_in_alias
+    recording = (keys.AutogradCPU, keys.AutogradCUDA, keys.AutogradMeta, keys.AutogradOther, keys.ADInplaceOrView,
+                 keys.Functionalize, keys.PreDispatch, keys.Python, keys.AutocastCPU)  # fmt: skip
+    for kind in (keys.CompositeExplicitAutograd, keys.CompositeExplicitAutogradNonFunctional):
+        assert not any(included(key, kind) for key in recording)
+        assert all(included(key, kind) for key in (keys.CPU, keys.CUDA, keys.Meta))

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import proxy
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental import proxy_tensor
 from torch.utils._device import _device_constructors
 from torch.utils._traceback import CapturedTraceback
@@ -185,6 +186,8 @@ PATCHES: tuple[tuple[str, Any], ...] = (
     ("torch._decomp.decompositions.one_layer_lstm", _one_step),
     ("torch.export._trace.print", lambda *_, **__: None),  # export prints a half-made graph
     ("torch.export.exported_program._collect_all_valid_cia_ops", _known_composite_ops),
+    # of an exported program the graph is read, and its code never runs: it is made when it is asked for
+    ("torch.export.exported_program._create_graph_module_for_export", lambda _, *parts: _LazyGraphModule(*parts)),
     # torch would switch off autocast for CUDA without a device; tracing needs only its rules
     ("torch.cuda.amp.common.amp_definitely_not_available", lambda original: False),
     ("torch.cuda.is_bf16_supported", lambda original, *args: not torch.cuda.is_available() or original(*args)),

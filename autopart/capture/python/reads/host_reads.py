@@ -222,10 +222,10 @@ class Asker:
         proxy = proxy_tensor.get_proxy_slot(mask, tracer, None) if isinstance(mask, torch.Tensor) else None
         if proxy is None:
             return args, kwargs
-        origins, where = self._of(tracer), user_place(self._model)
+        origins = self._of(tracer)
 
         def ask(read: Callable[..., bool], nodes: Sequence[torch.fx.Node]) -> bool | None:
-            question = origins.question(read, tuple(nodes), ASKED, where)
+            question = origins.question(read, tuple(nodes), ASKED, user_place(self._model))
             if isinstance(question, str) or (self._batch.masks is not None and question.inputs):
                 return None  # it depends on parameters, or another capture has asked the whole batch
             if any(t.is_meta for t in (*question.constants, *(self._batch.tensors[i] for i in question.inputs))):

@@ -54,7 +54,8 @@ def planned(model: nn.Module, batch: Any, device: Device, shares: Sequence[float
 
 def forecast(planned: Planned, width: int) -> float:
     """Return the seconds of a simulated step, by costs that are measured now on all cores at once: their mean."""
-    return statistics.mean(autopart.launch(simulated, f"cpu:{os.cpu_count()}", planned, width))
+    found: list[float] = autopart.launch(simulated, f"cpu:{os.cpu_count()}", planned, width)
+    return statistics.mean(found)
 
 
 def simulated(planned: Planned, width: int) -> float:

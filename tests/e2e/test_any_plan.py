@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.jobs.any_plan import Refused, play
 from support.languages.setups import REAL, Setup, drawn, smallest
-from support.models.layout_models import LAYOUTS
+from support.layouts import LAID
 from support.oracles.any_plan import alone, judged, outcome, small_failure
 from support.workers import Workers
 
@@ -96,7 +96,7 @@ def test_tensors_that_do_not_lie_in_the_order_of_their_axes(pair: Workers) -> No
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", LAID)
 def test_every_order_in_memory_equals_one_process_or_is_refused(name: str, pair: Workers, workers: Workers) -> None:
     found = check(pair, *(drawn(seed, 2, model=name, shards=1) for seed in range(4)))
     found += check(workers, *(drawn(seed, 4, model=name, shards=1) for seed in range(4, 8)))

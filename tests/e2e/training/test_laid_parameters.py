@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models.layout_models import Images, channels_last, floats
+from support.layouts import Images, channels_last, floats
 from support.workers import Workers
 from torch import nn
 from torch.nn import functional as F

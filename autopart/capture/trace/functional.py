@@ -315,17 +315,15 @@ def _stays(call: _Call, kept: Container[Any]) -> bool:
     """Return whether a call stays what it is: the op has a kernel of its own, or torch is told to keep it, and
     nothing written in Python stands in for it.  An op of a library may have any kernel: it is decomposed.
 
-    A kernel made of other ops that only stands in for that of a device (CompositeExplicitAutograd, and its kind
-    NonFunctional, which all ops have that torch generates from one structure) runs below all that records ops.  Of the
-    ops with the latter those with a rule of their own in functionalization are decomposed, as `lift_fresh_copy`.
+    A kernel made of other ops that only stands in for a device's (CompositeExplicitAutograd and its NonFunctional kind)
+    runs below all that records ops; functionalization has its own rule for one with the latter, `lift_fresh_copy`.
     kept: the composite ops that torch is told to keep."""
     target: Any = call.node.target
     if call.body is not None or target.namespace != "aten" or _BY_PYTHON.intersection(target.py_kernels):
         return False
     has, name = torch._C._dispatch_has_kernel_for_dispatch_key, target.name()
-    if has(name, "CompositeExplicitAutogradNonFunctional") and has(name, "Functionalize"):
-        return False
-    return _as_dispatched(call) and (target in kept or not has(name, "CompositeImplicitAutograd"))
+    own_rule = has(name, "CompositeExplicitAutogradNonFunctional") and has(name, "Functionalize")
+    return not own_rule and _as_dispatched(call) and (target in kept or not has(name, "CompositeImplicitAutograd"))
 
 
 def _as_dispatched(call: _Call) -> bool:

@@ -100,18 +100,32 @@ def keyed_rows(
 
 
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the axes of a tensor in the order in which they lie in memory."""
-    strides = tensor.stride()
-    return tuple(sorted(range(tensor.dim()), key=lambda axis: -strides[axis]))
+    """Return the axes of a tensor in the order in which they lie in memory, as torch lays a tensor that it makes like
+    it (`infer_dense_strides`): an expanded axis stays where it is, and one of a single entry lies inside of another.
+    O(axes^2)."""
+    sizes, strides = tensor.shape, tensor.stride()
+    inner = list(reversed(range(tensor.dim())))
+    for end in range(1, len(inner)):
+        at = end
+        for before in reversed(range(end)):
+            one, other = inner[before], inner[at]
+            if not (strides[one] and strides[other]):
+                continue
+            if strides[one] < strides[other]:
+                break
+            if (strides[one], sizes[one]) > (strides[other], sizes[other]):
+                inner[before], inner[at], at = other, one, before
+    return tuple(reversed(inner))
 
 
 def in_order(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
-    """Return a tensor whose axes lie in this order in memory, in which some random ops draw: what came from another
-    stage may lie otherwise than in the captured program."""
-    laid = tensor.permute(tuple(order))
-    if memory_order(laid) == tuple(range(tensor.dim())) or laid.is_contiguous():
+    """Return a tensor whose axes lie in this order in memory, in which some random ops draw: here it may lie otherwise
+    than in the captured program, or an axis of a single row does not show where it lies among all rows."""
+    if memory_order(tensor) == tuple(order):
         return tensor
-    return laid.contiguous().permute(sorted(range(tensor.dim()), key=order.__getitem__))
+    laid = tensor.permute(tuple(order)).contiguous()
+    laid = laid.reshape(-1).view(laid.shape)  # whose strides show the order, also of axes of a single entry
+    return laid.permute(sorted(range(tensor.dim()), key=order.__getitem__))
 
 
 def _among_all(tensor: torch.Tensor, layout: RowLayout, window: Window) -> torch.Tensor:

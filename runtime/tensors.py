@@ -179,6 +179,18 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.layout == torch.strided else tensor.to_dense()
 
 
+def laid_as(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of these numbers that lies in memory as a parameter of its shape does, as autograd lays
+    gradients: fused kernels of optimizers run through both side by side.  A copy only where the order differs."""
+    strides = parameter.stride()
+    if tensor.layout != torch.strided or tensor.shape != parameter.shape or tensor.stride() == strides:
+        return tensor
+    if tensor.is_contiguous() and parameter.is_contiguous():  # axes of one entry alone have other strides
+        return tensor.as_strided(tensor.shape, strides)
+    laid = torch.empty_like(parameter, dtype=tensor.dtype, device=tensor.device, requires_grad=False)
+    return tensor if tensor.stride() == laid.stride() else laid.copy_(tensor)
+
+
 def broadcast_weights_if_different(world: World, tensors: Mapping[str, torch.Tensor]) -> None:
     """Copy the weights of rank 0 to every rank, as DistributedDataParallel does.  Collective.
 

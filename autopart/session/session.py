@@ -246,6 +246,8 @@ class Session:
         began = time.perf_counter()
         with together(self.world, "making the stages"), patient("making the stages"):
             executor = Executor("step", context, planned.captured, planned.plan.decision, planned.rule)
+        executor.agree_on_orders()
+        with together(self.world, "making the stages"), patient("making the stages"):
             executor.preparation.prepare(batch, (max(planned.plan.micro_rows),))
         if self.world.carrier is not None:  # opens all channels before the first step
             executor.engine(len(planned.plan.micro_rows))

@@ -23,7 +23,7 @@ from autopart.passes.shards.strategies import CLASSES, DRAWN, MEAN, ROWS, SECTIO
 from autopart.passes.tokens.recipe import INVERT, LOSS, MADE, SHIFT, Recipe
 from autopart.passes.tokens.recipe import MEAN as MEAN_OF_ALL
 from autopart.planning.derive.sliced_shards import kept_state
-from autopart.rng import keyed_rows, memory_order
+from autopart.rng import in_order, keyed_rows, memory_order
 from autopart.runtime.stages.recomputation import RecomputedGroup
 from autopart.runtime.stages.shard_group import ClassEntropy, Drawn, Exchange, Members, RowEntropy, Vocabulary
 from autopart.runtime.stages.slice_functions import drawn
@@ -263,7 +263,9 @@ class _Shards:
         (source,) = node.all_input_nodes
         captured = node.meta.get("slice_of", _captured(source))
         ndim = len(self._calls[_name(node)].shape(self._calls[_name(node)].reads[0]))
+        laid: Any = source.args[0] if source.op == "call_module" and source.args else source
         order = memory_order(captured) if isinstance(captured, torch.Tensor) else range(ndim)
+        order = laid.args[1] if laid.target is in_order else order
         cut = (state.axis, state.before) if state.kind == CUT_KIND else None
         arguments: Any = node.args
         places, rows = (), None

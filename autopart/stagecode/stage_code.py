@@ -31,7 +31,7 @@ from autopart.runtime.stages.shard_group import Members
 from autopart.runtime.stages.stage_module import StageModule, StageSlices
 from autopart.runtime.tensors import LocalTensors
 from autopart.stagecode.compilers import COMPILERS, EAGER, Compiler
-from autopart.stagecode.memory import orders_of
+from autopart.stagecode.memory import Orders, lay_operands
 from autopart.stagecode.shards import held_layouts, held_shape, shard_code
 from autopart.stagecode.slicing import SliceChecks
 from autopart.stagecode.split import leaving, stage_module, wait_for
@@ -42,8 +42,9 @@ class StageCode:
     """The code of a rank's stages.  Engine and stage runners are given the dictionaries once, which are filled later.
 
     modules: code by stage and rows.  specs: all values as meta tensors, by rows and by (rows, slice).  layouts: how
-    values hold the rows that replicas divide, by value or (value, slice).  prologue: ops that every stage runs for
-    itself on whole sequences, known once code was made.  checks: of slices, before every step.
+    values hold the rows that replicas divide, by value or (value, slice).  orders: how values lie in memory, the same
+    on all ranks, known before code is made.  prologue: ops that every stage runs for itself on whole sequences, known
+    once code was made.  checks: of slices, before every step.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class StageCode:
         self.modules: dict[int, dict[int, StageSlices]] = defaultdict(dict)
         self.specs: dict[int | tuple[int, int], Mapping[str, torch.Tensor]] = {}
         self.layouts: dict[str | tuple[str, int], RowLayout] = {}
+        self.orders: dict[str, tuple[int, ...]] = {}
         self.prologue: frozenset[str] = frozenset()
 
     def has(self, rows: int, stages: Collection[int]) -> bool:
@@ -100,8 +102,8 @@ class StageCode:
         graph = captured.graph
         recipe = self._recipe(batch, graph.rows)
         divided = self._assignment(graph, recipe)
-        orders = orders_of(captured)
-        self.specs[graph.rows] = specs_of(graph, divided, orders)
+        lay_operands(captured, self.orders)
+        self.specs[graph.rows] = specs_of(graph, divided, self.orders)
         self.checks.note_copies(captured)
         self.layouts.update(held_layouts(graph, divided, rule.layouts))
         if recipe is not None:
@@ -111,7 +113,7 @@ class StageCode:
             self.layouts.update(held_layouts(graph, divided, sliced_layouts(graph, recipe, lengths, rule.layouts)))
             for number, part in enumerate(recipe.slices(lengths)):
                 values = [replace(v, shape=recipe.form(v.name).shape(v.shape, part)) for v in graph.values]
-                self.specs[graph.rows, number] = specs_of(replace(graph, values=tuple(values)), divided, orders)
+                self.specs[graph.rows, number] = specs_of(replace(graph, values=tuple(values)), divided, self.orders)
         links = edges(self._decision, graph, self.prologue) if stages else ()
         for stage in stages:
             shard = None
@@ -174,19 +176,17 @@ def split_stages(decision: Decision) -> frozenset[int]:
 
 
 def specs_of(
-    graph: Graph, divided: Assignment | None = None, orders: Mapping[str, Sequence[int]] = MappingProxyType({})
+    graph: Graph, divided: Assignment | None = None, orders: Orders = MappingProxyType({})
 ) -> dict[str, torch.Tensor]:
     """Return every value of a graph as a dense tensor on the meta device, by name.
 
-    divided: among ranks, which pass on what they have of each.  orders: axes in memory order, of values that do not lie
-    in the order of their axes.
+    divided: among ranks, which pass on what they have of each.
     """
     found = {}
     for value in graph.values:
         shape = held_shape(graph, divided, value.name, value.shape)
-        order = orders.get(value.name, range(len(shape)))
-        dtype = getattr(torch, value.dtype)
-        found[value.name] = torch.empty_permuted(shape, tuple(order), dtype=dtype, device="meta")
+        order = orders.get(value.name, tuple(range(len(shape))))
+        found[value.name] = torch.empty_permuted(shape, order, dtype=getattr(torch, value.dtype), device="meta")
     return found
 
 

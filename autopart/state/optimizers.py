@@ -16,6 +16,7 @@ import torch
 from autopart.files.checkpoints.document import Group, OptimizerState
 from autopart.files.checkpoints.values import decoded, encoded
 from autopart.ir.errors import CheckpointError, UsageError
+from autopart.runtime.tensors import laid_as
 from autopart.state.companions import refusal
 
 _NUMBERS = int | float | torch.Tensor
@@ -245,7 +246,8 @@ def give_state(
                 tensor = tensors[name, key]
                 if tensor.dtype == dtypes.get(name) and key != "step":
                     tensor = tensor.to(parameter.dtype)
-                state[key] = tensor if key == "step" and not on_device else tensor.to(parameter.device)
+                kept = tensor if key == "step" and not on_device else tensor.to(parameter.device)
+                state[key] = laid_as(parameter, kept)
             state |= {key: decoded(value) for key, value in saved.values.get(name, {}).items()}
             optimizer.state.pop(parameter, None)
             if state:

@@ -1,9 +1,10 @@
 """Processes with unequal shares of a core: a step as planned for them, and as planned for equal devices.
 
 Gloo ranks with 1 thread, each in a control group whose quota is its share of a core (`shared/quotas.py`): three with 1,
-1/2 and 1/4, four with 1, 2/5, 1/5 and 1/5.  Costs of ops are measured in a process with a core for itself; the cluster
+1/2 and 1/4, four with 1, 2/5, 1/5 and 1/5.  Costs of ops are measured in processes that have a core each; the cluster
 says what share each rank has.  Rounds of the two plans alternate.  A step ends with SGD's.  The steps are compared with
-simulations by costs that are measured before and after them, since the cores of a virtual machine change their speed.
+simulations by costs that are measured before and after each round, since the cores of a virtual machine change their
+speed, and on all cores at once, since they are as busy in a step and may be threads of one core of the machine below.
 
     python -m benchmarks.planning.unequal_shares              seven minutes on idle cores; writes unequal_shares.json
     python -m benchmarks.planning.unequal_shares --width 128 --rounds 1       small, writes nothing
@@ -24,6 +25,7 @@ import torch
 from torch import nn
 
 import autopart
+from autopart.cli.host_costs import detect_all
 from autopart.costs.detect import detect
 from autopart.ir.cluster import Cluster, Device
 from benchmarks.shared.common import nothing_kept, ratio, shape_of, spread, write
@@ -33,6 +35,8 @@ SHARES = ((1.0, 0.5, 0.25), (1.0, 0.4, 0.2, 0.2))
 LAYERS, ROWS, STEPS = 24, 512, 8
 OPTIONS: dict[str, Any] = {"loss_fn": nn.functional.mse_loss, "costs": "measured", "optimizer": "sgd"}
 Planned = tuple[Cluster, autopart.Plan]
+Seconds = dict[str, list[float]]
+"""Of the steps of a rank, by plan."""
 FASTER, WITHIN = 1.25, 0.10
 """What is asked: how many times as fast the step is as under the plan for equal devices, and the error of its time."""
 
@@ -42,16 +46,25 @@ def planned(model: nn.Module, batch: Any, device: Device, shares: Sequence[float
 
     Costs of ops are measured here, in a process that has a core for itself.
     """
-    equal = Cluster((device,) * len(shares), detect(len(shares)).levels)
+    found = detect_all(len(shares))
+    equal = Cluster((device,) * len(shares), found.levels, host=found.host)
     clusters = {"planned": equal.with_speeds(shares), "equal": equal}
     return {name: (each, autopart.plan(model, each, sample=batch, **OPTIONS)) for name, each in clusters.items()}
 
 
-def forecast(model: nn.Module, batch: Any, planned: Planned) -> float:
-    """Return the seconds of a simulated step, by costs that are measured now."""
-    cluster, plan = planned
+def forecast(planned: Planned, width: int) -> float:
+    """Return the seconds of a simulated step, by costs that are measured now on all cores at once: their mean."""
+    found: list[float] = autopart.launch(simulated, f"cpu:{os.cpu_count()}", planned, width)
+    return statistics.mean(found)
+
+
+def simulated(planned: Planned, width: int) -> float:
+    """Return the seconds of a simulated step, by costs that this rank measures while the others do."""
+    torch.set_num_threads(1)
+    (cluster, plan), (model, batch) = planned, built(width)
     with nothing_kept():
-        return autopart.simulate(plan, model, cluster, sample=batch, **OPTIONS).step_ns * 1e-9
+        taken: int = autopart.simulate(plan, model, cluster, sample=batch, **OPTIONS).step_ns
+    return taken * 1e-9
 
 
 def built(width: int) -> tuple[nn.Module, Any]:
@@ -61,35 +74,40 @@ def built(width: int) -> tuple[nn.Module, Any]:
     return model, tuple(torch.randn(2, ROWS, width, generator=torch.Generator().manual_seed(0)))
 
 
-def measure(folders: Sequence[Path], plans: dict[str, Planned], width: int, rounds: int) -> dict[str, list[float]]:
+def measure(folders: Sequence[Path], plans: dict[str, Planned], width: int) -> Seconds:
     """Return, on each rank, the seconds of steps under each plan, with this rank's share of a core."""
     torch.set_num_threads(1)
-    seconds: dict[str, list[float]] = {name: [] for name in plans}
-    for _ in range(rounds):
-        for name, (cluster, plan) in plans.items():
-            model, batch = built(width)
-            with autopart.compile(model, cluster, sample=batch, plan=plan, loss_fn=OPTIONS["loss_fn"]) as pipe:
-                optimizer = torch.optim.SGD(pipe.parameters(), lr=1e-3)
-                enter(folders[pipe.rank])
-                for number in range(STEPS):
-                    began = time.perf_counter()
-                    pipe.step(batch)
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    if number > 1:
-                        seconds[name].append(time.perf_counter() - began)
-                leave()
+    seconds: Seconds = {}
+    for name, (cluster, plan) in plans.items():
+        model, batch = built(width)
+        with autopart.compile(model, cluster, sample=batch, plan=plan, loss_fn=OPTIONS["loss_fn"]) as pipe:
+            optimizer = torch.optim.SGD(pipe.parameters(), lr=1e-3)
+            enter(folders[pipe.rank])
+            for number in range(STEPS):
+                began = time.perf_counter()
+                pipe.step(batch)
+                optimizer.step()
+                optimizer.zero_grad()
+                if number > 1:
+                    seconds.setdefault(name, []).append(time.perf_counter() - began)
+            leave()
     return seconds
 
 
 def report(
     shares: Sequence[float],
     plans: dict[str, Planned],
-    ranks: Sequence[dict[str, list[float]]],
+    rounds: Sequence[Sequence[Seconds]],
     forecasts: Sequence[float],
 ) -> dict[str, Any]:
-    """Print and return what one set of shares took; the slowest rank counts for each step.  forecasts: seconds."""
-    took = {name: [max(step) for step in zip(*(rank[name] for rank in ranks), strict=True)] for name in plans}
+    """Print and return what one set of shares took; the slowest rank counts for each step.
+
+    rounds: what each rank took in each.  forecasts: seconds.
+    """
+    took = {
+        name: [max(step) for ranks in rounds for step in zip(*(rank[name] for rank in ranks), strict=True)]
+        for name in plans
+    }
     faster, step = ratio(took["equal"], took["planned"]), spread(took["planned"])
     predicted = statistics.mean(forecasts)
     error = predicted / step.median - 1
@@ -118,11 +136,12 @@ def main() -> None:
     for shares in SHARES:
         model, batch = built(given.width)
         plans = planned(model, batch, device, shares)
-        forecasts = [forecast(model, batch, plans["planned"])]
-        with parts_of_cores(shares) as folders:
-            ranks = autopart.launch(measure, f"cpu:{len(shares)}", folders, plans, given.width, given.rounds)
-        forecasts.append(forecast(model, batch, plans["planned"]))
-        rows.append(report(shares, plans, ranks, forecasts))
+        forecasts, found = [forecast(plans["planned"], given.width)], list[list[Seconds]]()
+        for _ in range(given.rounds):
+            with parts_of_cores(shares) as folders:
+                found.append(autopart.launch(measure, f"cpu:{len(shares)}", folders, plans, given.width))
+            forecasts.append(forecast(plans["planned"], given.width))
+        rows.append(report(shares, plans, found, forecasts))
     claims = dict[str, bool]()
     for row in rows:
         what, faster, error = f"{len(row['shares'])} processes", row["times as fast"]["median"], row["error"]

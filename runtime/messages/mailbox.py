@@ -12,7 +12,7 @@ from autopart.ir.program import Program
 from autopart.ir.shares import RowLayout, parts
 from autopart.runtime.group.world import World
 from autopart.runtime.messages.posting import Posting
-from autopart.runtime.messages.row_routes import RowRoutes
+from autopart.runtime.messages.row_routes import RowPart, RowRoutes
 from autopart.runtime.messages.transport import Announced, Inbox, Outbox, Specs, offsets
 
 
@@ -21,7 +21,7 @@ class Mailbox:
     `Inbox` for each directed pair of ranks.  Between two stages of this rank messages are handed over.
 
     specs: shape, dtype and memory order of every value, by rows that this rank has (or by rows and slice) and by name.
-    layouts: of the values that are cut between stages with other replicas (`RowRoutes`).  Making one is collective.
+    layouts, orders: as for `RowRoutes`.  Making one is collective.
     """
 
     def __init__(
@@ -30,10 +30,11 @@ class Mailbox:
         program: Program,
         specs: Mapping[int | tuple[int, int], Mapping[str, torch.Tensor]],
         layouts: Mapping[str | tuple[str, int], RowLayout] = MappingProxyType({}),
+        orders: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
     ) -> None:
         self._rank = world.rank
         self._specs = specs
-        self._routes = RowRoutes(world.rank, program, layouts)
+        self._routes = RowRoutes(world.rank, program, layouts, orders)
         self._program = program
         self._outboxes: dict[int, Outbox] = {}
         self._inboxes: dict[int, Inbox] = {}
@@ -52,6 +53,7 @@ class Mailbox:
         self._pending: dict[int, set[Action]] = {peer: set() for peer in self._outboxes}
         self._rows: tuple[int, ...] = ()
         self._own: dict[tuple[Action, int], Mapping[str, torch.Tensor]] = {}
+        self._laid: dict[tuple[Action, int], tuple[tuple[RowPart, Specs], ...]] = {}
         self._send_of = {a: a.other_end for a in program.part(world.rank) if a.is_a.role == RECEIVE}
         self._announced: list[tuple[int, list[Announced]]] = []  # of the last step, by peer
 
@@ -81,9 +83,7 @@ class Mailbox:
 
     def _expected(self, send: Action, peer: int) -> list[Specs]:
         """Return what comes of a message from one rank, if anything does."""
-        receive, rows = send.other_end, self._rows[send.micro]
-        coming = [part for part in self._routes.parts(receive, rows) if part.peer == peer]
-        return [self._routes.specs(part, self._own_specs(receive)) for part in coming]
+        return [specs for part, specs in self._parts(send.other_end) if part.peer == peer]
 
     def _own_specs(self, action: Action) -> Mapping[str, torch.Tensor]:
         key = action, self._rows[action.micro]
@@ -93,15 +93,21 @@ class Mailbox:
             self._own[key] = self._specs[(own, action.slot.slice) if (own, 0) in self._specs else own]
         return self._own[key]
 
+    def _parts(self, action: Action) -> tuple[tuple[RowPart, Specs], ...]:
+        """Return the parts of a message, each with how its tensors lie; cached, since it is asked for in every step."""
+        key = action, self._rows[action.micro]
+        if key not in self._laid:
+            coming = self._routes.parts(*key)
+            self._laid[key] = tuple((part, self._routes.specs(part, self._own_specs(action))) for part in coming)
+        return self._laid[key]
+
     def send(self, action: Action, tensors: Mapping[str, torch.Tensor]) -> None:
         """Post a message, which takes its values from `tensors`, without waiting."""
-        for part in self._routes.parts(action, self._rows[action.micro]):
+        for part, specs in self._parts(action):
             cut = self._routes.cut(part, tensors)
             if part.peer == self._rank:
                 self._handed[action] = [tensor.detach() for tensor in cut]
-                continue
-            specs = self._routes.specs(part, self._own_specs(action))
-            if self._posting is not None:
+            elif self._posting is not None:
                 self._posting.send(part.peer, action, cut, specs)
             else:
                 self._outboxes[part.peer].send(cut, specs, action)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
@@ -19,7 +20,7 @@ from autopart.ir.shares import RowLayout, common_period, passages
 @dataclass(frozen=True, slots=True)
 class RowPart:
     """The part of a message that passes between this rank and one other: `count` of this rank's `own` rows, from
-    `first` on.  piece: the slice of tokens.  all_rows: whether both ranks have the same rows, and so captured alike."""
+    `first` on.  piece: the slice of tokens."""
 
     peer: int
     names: tuple[str, ...]
@@ -27,18 +28,24 @@ class RowPart:
     count: int
     own: int
     piece: int = 0
-    all_rows: bool = False
 
 
 class RowRoutes:
     """The parts of the messages of one rank.
 
     layouts: of the values that hold rows and may be cut, by name, or by (name, slice) if a slice holds rows in another
-    way.  A value without a layout passes only between ranks that have the same rows.
+    way.  A value without a layout passes only between ranks that have the same rows.  orders: axes in memory order of
+    the values that do not lie in the order of their axes, the same on all ranks.
     """
 
-    def __init__(self, rank: int, program: Program, layouts: Mapping[str | tuple[str, int], RowLayout]) -> None:
-        self._rank = rank
+    def __init__(
+        self,
+        rank: int,
+        program: Program,
+        layouts: Mapping[str | tuple[str, int], RowLayout],
+        orders: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    ) -> None:
+        self._rank, self._orders = rank, orders
         self._program = program
         self._edges = {(edge.src, edge.dst): edge for edge in program.edges}
         self._layouts = layouts
@@ -72,26 +79,22 @@ class RowRoutes:
             if not passage.all_rows and not passage.carries_whole:
                 names = tuple(name for name in names if name in self._layouts)
             if names:
-                first, count = passage.first - mine.first, passage.end - passage.first
-                yield RowPart(other, names, first, count, mine.own, piece, passage.all_rows)
+                yield RowPart(other, names, passage.first - mine.first, passage.end - passage.first, mine.own, piece)
 
     def _layout(self, name: str, part: RowPart) -> RowLayout | None:
         return self._layouts.get((name, part.piece), self._layouts.get(name))
 
     def specs(self, part: RowPart, own: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Return shapes, dtypes and memory orders of a part, the same on both ranks.  own: those of this rank's rows.
-
-        Values captured at other numbers of rows may lie otherwise, so parts of those pass in the order of their axes.
-        """
+        """Return shapes, dtypes and memory orders of a part, the same on both ranks.  own: of this rank's rows."""
         return tuple(self._spec(name, part, own[name]) for name in part.names)
 
     def _spec(self, name: str, part: RowPart, spec: torch.Tensor) -> torch.Tensor:
-        if part.all_rows or (part.count == part.own and spec.is_contiguous()):
-            return spec
         layout, shape = self._layout(name, part), list(spec.shape)
-        if layout is not None:
-            shape[layout.axis] = shape[layout.axis] // part.own * part.count
-        return spec.new_empty(shape)
+        if layout is None or part.count == part.own:
+            return spec
+        shape[layout.axis] = shape[layout.axis] // part.own * part.count
+        order = self._orders.get(name, tuple(range(spec.dim())))  # strides do not show it where an axis has one entry
+        return torch.empty_permuted(shape, order, dtype=spec.dtype, device="meta")
 
     def cut(self, part: RowPart, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """Return the tensors to send, as views of this rank's tensors."""

@@ -83,8 +83,7 @@ class StreamMailbox(Mailbox):
     def send(self, action: Action, tensors: Mapping[str, torch.Tensor]) -> None:
         """Post a message without waiting."""
         assert action.is_a.role == SEND
-        for part in self._routes.parts(action, self._rows[action.micro]):
-            specs = self._routes.specs(part, self._own_specs(action))
+        for part, specs in self._parts(action):
             self._outboxes[part.peer].send(self._routes.cut(part, tensors), specs, action)
             self._unread[part.peer].append((self._tick + self._delay(action), action))
 

@@ -48,7 +48,8 @@ def offsets(specs: Sequence[torch.Tensor]) -> tuple[list[int], int]:
 
 def pack(tensors: Sequence[torch.Tensor], specs: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return one flat byte tensor that holds them all; a single tensor that lies as it is to be sent is not copied."""
-    laid = [tensor.detach().permute(memory_order(spec)) for tensor, spec in zip(tensors, specs, strict=True)]
+    own = [tensor.detach().resolve_conj().resolve_neg() for tensor in tensors]  # bytes do not show what is still to do
+    laid = [tensor.permute(memory_order(spec)) for tensor, spec in zip(own, specs, strict=True)]
     if len(laid) == 1 and laid[0].is_contiguous():
         return laid[0].reshape(-1).view(torch.uint8)
     starts, total = offsets(specs)

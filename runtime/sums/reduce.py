@@ -16,7 +16,7 @@ from autopart.ir.program import Program
 from autopart.runtime.activity import waiting
 from autopart.runtime.group.world import World
 from autopart.runtime.masters import CAN_WIDEN, HALF, gradient_dtype
-from autopart.runtime.tensors import dense
+from autopart.runtime.tensors import dense, laid_as
 
 
 class TiedGradients:
@@ -128,7 +128,7 @@ def summed(
     total = torch.zeros_like(parameter, dtype=gradient_dtype(parameter)) if own is None else dense(own)
     wide = total.to(wide_dtype(total.dtype)).contiguous()
     world.all_reduce(wide, group)
-    return wide.to(total.dtype)
+    return laid_as(parameter, wide.to(total.dtype))
 
 
 def _no_entries(parameter: torch.nn.Parameter) -> torch.Tensor:

@@ -31,7 +31,7 @@ from autopart.runtime.activity import waiting
 from autopart.runtime.group.world import World
 from autopart.runtime.masters import gradient_dtype
 from autopart.runtime.sums.reduce import summed, wide_dtype
-from autopart.runtime.tensors import dense
+from autopart.runtime.tensors import dense, laid_as
 
 Owned = tuple[torch.nn.Parameter, int | None]
 """A parameter and the rank that owns it, None if all ranks keep it."""
@@ -129,11 +129,11 @@ class Bucket:
         flags = self.flat[-len(self.parameters) :].tolist() if look else None
         for place, (parameter, total) in enumerate(zip(self.parameters, self.views, strict=True)):
             if parameter.grad is total:
-                continue
-            if parameter.grad is not None:
+                parameter.grad = laid_as(parameter, total)
+            elif parameter.grad is not None:
                 parameter.grad.copy_(total)
             elif flags is not None and flags[place]:
-                parameter.grad = total.to(gradient_dtype(parameter))
+                parameter.grad = laid_as(parameter, total.to(gradient_dtype(parameter)))
 
 
 def parts_of(parameters: Sequence[Owned], bucket_bytes: int) -> list[Part]:

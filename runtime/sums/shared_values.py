@@ -67,10 +67,12 @@ class _Part:
                 self.work.wait()
         if not self.mine and self.flat.data_ptr() != self.parameters[0].data_ptr():
             pieces = torch.split(self.flat, [parameter.numel() for parameter in self.parameters])
-            with torch.no_grad():
-                torch._foreach_copy_(
-                    self.parameters, [piece.view(p.shape) for piece, p in zip(pieces, self.parameters, strict=True)]
-                )
+            # By `.data`: parameters that are views of one buffer share the version that autograd compares, and a
+            # backward may have saved others of them.  Nobody has read these.
+            torch._foreach_copy_(
+                [parameter.data for parameter in self.parameters],
+                [piece.view(p.shape) for piece, p in zip(pieces, self.parameters, strict=True)],
+            )
         self.forget()
 
     def forget(self) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from support.jobs.any_plan import Refused, play
 from support.languages.setups import REAL, Setup, drawn, smallest
+from support.layouts import LAID
 from support.oracles.any_plan import alone, judged, outcome, small_failure
 from support.workers import Workers
 
@@ -43,6 +44,7 @@ EXAMPLES = {
     "a loss that is scaled in fp16, over replicas": Setup(
         "stack", (8, 8), counts=(2,), schedule="1f1b", micros=2, dtype="float32", precision="fp16", zero=1
     ),
+    "replicas that draw random numbers, and a batch of one row": Setup("dropped", (6, 1), counts=(2,), micros=2),
     "a folded schedule of a model that recomputes a part of itself": Setup(
         "checkpointed", (8, 6), counts=(1, 1), per_rank=2, placement=V, schedule="zb-v", micros=4
     ),
@@ -85,6 +87,21 @@ def test_ranks_that_compute_together_equal_one_process(pair: Workers, workers: W
     assert all(any(setup.zero and setup.masters and setup.shards > 1 for setup in own) for own in (paired, four))
     found = check(pair, *paired) + check(workers, *four)
     assert found["equal"] == len(TOGETHER_PAIRED + TOGETHER_FOUR)
+
+
+def test_tensors_that_do_not_lie_in_the_order_of_their_axes(pair: Workers) -> None:
+    names = ("laid_images", "laid_weights", "laid_complex", "laid_expanded")
+    found = check(pair, *(drawn(seed, 2, model=name, shards=1) for seed, name in enumerate(names)))
+    assert found["equal"] == len(names)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", LAID)
+def test_every_order_in_memory_equals_one_process_or_is_refused(name: str, pair: Workers, workers: Workers) -> None:
+    found = check(pair, *(drawn(seed, 2, model=name, shards=1) for seed in range(4)))
+    found += check(workers, *(drawn(seed, 4, model=name, shards=1) for seed in range(4, 8)))
+    assert found["refused"] <= 6
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,11 +34,13 @@ from autopart.session.executors.context import RankContext
 from autopart.session.executors.evaluation import evaluation_program
 from autopart.session.executors.preparation import Preparation
 from autopart.session.executors.step_end import StepEnd, StepEnds
+from autopart.session.ranks.agreement import from_rank
 from autopart.session.step.batch_counts import weighted_loss
 from autopart.session.step.loss_shares import idle_by_slot, is_uneven
 from autopart.session.step.parts import inputs_of, of_micros, replicated_of, training_program
 from autopart.session.step.synced import members_of, open_shards, rewrites_of, synced_stages
 from autopart.stagecode.compilers import EAGER
+from autopart.stagecode.memory import orders_of
 from autopart.stagecode.stage_code import StageCode
 
 
@@ -73,6 +76,12 @@ class Executor:
         loss = self._graph.value_map()[self._graph.outputs[0]]
         self._ends = StepEnds(self._world, getattr(torch, loss.dtype))
         self.stand_in: Batch | None = None
+
+    def agree_on_orders(self) -> None:
+        """Take over how values lie in memory on the first rank, before code is made: others may have been given a batch
+        that lies otherwise, or none.  Collective."""
+        first = self.decision.stages[0].ranks[0]
+        self._code.orders.update(from_rank(self._world, first, "making the stages", partial(orders_of, self.planned)))
 
     # -- running -------------------------------------------------------------------------------------------------
 
@@ -216,7 +225,7 @@ class Executor:
     ) -> Player:
         code, ops = self._code, self._graph.op_map()
         loss = None if self._mode == "predict" else self._graph.outputs[0]
-        messages = mailbox(self._world, program, code.specs, code.layouts)
+        messages = mailbox(self._world, program, code.specs, code.layouts, code.orders)
         return Player(self._world, program, runners, code.specs, ops, loss, messages, sums, values)
 
     def _sums(self, program: Program) -> dict[int, ReplicaSums]:

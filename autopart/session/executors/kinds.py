@@ -88,6 +88,7 @@ class KnownKinds:
             rule = self._evaluation_rule(batch) if kind[0] == "loss" and not kind[3] else None
             with together(world, "capturing the model"), patient("capturing the model"):
                 executor = self._made(kind, batch, shards, rule)
+            executor.agree_on_orders()
             self._found.add(kind, executor)
         return executor
 

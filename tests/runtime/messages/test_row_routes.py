@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import pytest
 import torch
 
@@ -12,6 +15,7 @@ from autopart.runtime.messages.row_routes import RowRoutes, rows_of
 
 LAYOUTS = {"rows": RowLayout(0), "inside": RowLayout(1, 3)}
 NAMES = ("rows", "inside", "whole")
+ORDERS = {"rows": (1, 0), "inside": (1, 0)}
 
 
 def of_rows(first: int, count: int) -> dict[str, torch.Tensor]:
@@ -26,13 +30,16 @@ def of_rows(first: int, count: int) -> dict[str, torch.Tensor]:
     }
 
 
-def specs_of(values: dict[str, torch.Tensor], rows: int) -> dict[str, torch.Tensor]:
-    """Shapes of values that lie otherwise on ranks with other numbers of rows."""
-    specs = {name: t.to("meta") for name, t in values.items()}
-    return {name: t.t().contiguous().t() if rows % 2 and t.dim() == 2 else t for name, t in specs.items()}
+def specs_of(values: dict[str, torch.Tensor], orders: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    return {
+        name: torch.empty_permuted(t.shape, orders.get(name, tuple(range(t.dim()))), dtype=t.dtype, device="meta")
+        for name, t in values.items()
+    }
 
 
-def played(way: str, senders: int, receivers: int, rows: int) -> list[dict[str, torch.Tensor] | None]:
+def played(
+    way: str, senders: int, receivers: int, rows: int, orders: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+) -> list[dict[str, torch.Tensor] | None]:
     """What arrives on the ranks of the other stage; None on one without rows."""
     ranks = (tuple(range(senders)), tuple(range(10, 10 + receivers)))
     program = Program(1, 20, ranks, (), (Edge(0, 1, NAMES, NAMES),))
@@ -40,15 +47,15 @@ def played(way: str, senders: int, receivers: int, rows: int) -> list[dict[str, 
     send = Action("SF" if way == FORWARD else "SB", Slot(src, 0), dst)
     mail: dict[tuple[int, int], tuple[list[torch.Tensor], list[tuple[int, ...]]]] = {}
     for rank, window in zip(ranks[src], division(len(ranks[src])).windows(0, rows), strict=True):
-        routes = RowRoutes(rank, program, LAYOUTS)
+        routes = RowRoutes(rank, program, LAYOUTS, orders)
         for part in routes.parts(send, rows):
             values = of_rows(window.first, window.own)
-            strides = [spec.stride() for spec in routes.specs(part, specs_of(values, window.own))]
+            strides = [spec.stride() for spec in routes.specs(part, specs_of(values, orders))]
             mail[rank, part.peer] = routes.cut(part, values), strides
     found: list[dict[str, torch.Tensor] | None] = []
     for rank, window in zip(ranks[dst], division(len(ranks[dst])).windows(0, rows), strict=True):
-        routes = RowRoutes(rank, program, LAYOUTS)
-        specs = specs_of(of_rows(0, window.own), window.own)
+        routes = RowRoutes(rank, program, LAYOUTS, orders)
+        specs = specs_of(of_rows(0, window.own), orders)
         parts, coming = routes.parts(send.other_end, rows), []
         for part in parts:
             tensors, strides = mail.pop((part.peer, rank))
@@ -64,8 +71,11 @@ def played(way: str, senders: int, receivers: int, rows: int) -> list[dict[str, 
 @pytest.mark.parametrize(("senders", "receivers"), [(1, 1), (2, 1), (1, 2), (2, 2), (3, 2), (2, 3), (5, 3), (4, 2)])
 @pytest.mark.parametrize("rows", [1, 2, 5, 6])
 @pytest.mark.parametrize("way", [FORWARD, BACKWARD])
-def test_every_receiver_has_its_own_rows(way: str, senders: int, receivers: int, rows: int) -> None:
-    found = played(way, senders, receivers, rows)
+@pytest.mark.parametrize("orders", [{}, ORDERS], ids=["in the order of axes", "in another order"])
+def test_every_receiver_has_its_own_rows(
+    way: str, senders: int, receivers: int, rows: int, orders: dict[str, tuple[int, ...]]
+) -> None:
+    found = played(way, senders, receivers, rows, orders)
     windows = division(receivers if way == FORWARD else senders).windows(0, rows)
     for window, tensors in zip(windows, found, strict=True):
         assert (tensors is None) == (window.own == 0)

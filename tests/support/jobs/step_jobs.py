@@ -21,6 +21,7 @@ from autopart.files.clusters import parse_cluster
 from autopart.ir.errors import AutopartError
 from autopart.options import read_options
 from autopart.pipe.pipe import Pipe
+from support.layouts import LAID
 from support.models.peer_models import PEERS, tokens
 from support.models.small_models import SMALL, Small
 from support.models.tokens.causal_zoo import CAUSAL, REFUSED
@@ -29,7 +30,7 @@ from support.oracles import fake_nccl  # noqa: F401  registers the transport
 from support.oracles.one_process import Difference, Expected, difference, plain_step
 
 ALL = {**SMALL, **PEERS}
-EVERY: dict[str, Small | Case] = {**ALL, **CASES, **CAUSAL, **REFUSED}
+EVERY: dict[str, Small | Case] = {**ALL, **CASES, **CAUSAL, **REFUSED, **LAID}
 
 
 Counts = tuple[int, ...]

@@ -94,8 +94,8 @@ def plan(
         return _compare_clusters(subject, compare, options, as_json=as_json)
     if what_if is not None:
         wishes = [" ".join([*what_if, *words])] if words else what_if
-        asked = [(text, flags | wished(text.split())) for text in wishes]
-        return _compare(subject, cluster, [("chosen", flags), *asked], as_json=as_json)
+        wanted = [(text, {**flags, **wished(text.split())}) for text in wishes]
+        return _compare(subject, cluster, [("chosen", flags), *wanted], as_json=as_json)
     if hand is not None:
         asked = hand_options(hand, subject.model, flatten(subject.batch).rows or 1)
         return _compare(subject, cluster, [("chosen", flags), ("by hand", flags | asked)], as_json=as_json)

@@ -64,7 +64,7 @@ def build(source: PlannerInput, cluster: Cluster, request: PlanRequest, watch: W
     and ProgramError would be errors of the planner itself.
     """
     # Errors of the user come first, then those of capture.
-    request = request.normalized()
+    asked, request = request, request.normalized()
     check_request(request, cluster)
     graph = check_graph(source.graph)
     check_times(graph, cluster)
@@ -79,6 +79,8 @@ def build(source: PlannerInput, cluster: Cluster, request: PlanRequest, watch: W
     def again(other: PlanRequest, machines: Cluster) -> Evaluation | None:
         """Plan under another request, for advice."""
         try:
+            other = other.normalized()
+            check_request(other, machines)
             found = _spaces(source, fine, _estimator(source, machines, other), other)
             final = _chosen(source, fine, graph, machines, other, search(found), found)
         except (InfeasibleError, UsageError):
@@ -88,11 +90,11 @@ def build(source: PlannerInput, cluster: Cluster, request: PlanRequest, watch: W
     # Chains to evaluated candidates; no captured op is looked at on the way.
     found = search(spaces, watch)
     if not found.seen:
-        raise infeasible_error(found.nearest, spaces[1], again)
+        raise infeasible_error(found.nearest, replace(spaces[1], request=asked), again)
     # The best of them to captured ops, over which it is costed once more: only there are clones counted exactly.
     final = _chosen(source, fine, graph, cluster, request, found, spaces, watch)
     if not isinstance(final, Finalized):
-        raise infeasible_error(final, spaces[1], lambda other, machines: None)
+        raise infeasible_error(final, replace(spaces[1], request=asked), lambda other, machines: None)
     # The proof does not depend on the search, so that it cannot repeat its errors.
     outlook = _with_bounds(final, spaces, watch, orders=found.other_orders)
     digests = graph.shape_digest(), graph.structure_digest()

@@ -84,8 +84,8 @@ def plan(
     The plan is written to --out.  With --json the table is printed as JSON.  With --compare or --what-if there is a
     line for each plan instead.
     """
-    several = [*(what_if or ()), *([hand] if hand else ())]
-    _require_no_words(words, compare, several, {"--out": out, "--trace": trace, "--export": export})
+    several = {"--compare": compare, "--what-if": what_if, "--hand": hand}
+    _require_no_words(words, several, {"--out": out, "--trace": trace, "--export": export})
     if as_json and export is not None:
         raise UsageError("both --json and --export are given", fix="ask one after the other")
     subject = _loaded(model, flags, rows, tokens)
@@ -93,7 +93,9 @@ def plan(
     if compare is not None:
         return _compare_clusters(subject, compare, options, as_json=as_json)
     if what_if is not None:
-        return _compare_wishes(subject, cluster, flags, [*what_if, *(words or ())], as_json=as_json)
+        wishes = [" ".join([*what_if, *words])] if words else what_if
+        wanted = [(text, {**flags, **wished(text.split())}) for text in wishes]
+        return _compare(subject, cluster, [("chosen", flags), *wanted], as_json=as_json)
     if hand is not None:
         asked = hand_options(hand, subject.model, flatten(subject.batch).rows or 1)
         return _compare(subject, cluster, [("chosen", flags), ("by hand", flags | asked)], as_json=as_json)
@@ -125,6 +127,7 @@ def explain(
     seed: Seed = 0,
 ) -> None:
     """Print the stage table of a plan file.  --model adds module paths; --trace writes the simulated step."""
+    _require_model(model, {"--trace": trace, "--cluster": cluster, "--optimizer": optimizer}, rows, tokens)
     found = load_plan(plan)
     graph, step = None, None
     if model is not None:
@@ -132,8 +135,6 @@ def explain(
         options = read_options(plan=found, loss_fn=subject.loss_fn, optimizer=optimizer)
         machines = cluster or f"cpu:{found.decision.world}"
         _, graph, step = _planned(subject, machines, options, simulate=trace is not None)
-    elif trace is not None:
-        raise UsageError("--trace needs the model", why="a plan file has the names of ops only", fix="add --model")
     if as_json:
         print_json(plan_facts(found, graph))
     else:
@@ -156,14 +157,13 @@ def report(
     seed: Seed = 0,
 ) -> None:
     """Write a plan file as one HTML page: stages, the simulated step and what limits it, memory, other plans."""
+    _require_model(model, {"--cluster": cluster}, rows, tokens)
     found, answer = load_plan(plan), None
     if model is not None:
         subject = _loaded(model, {"seed": seed}, rows, tokens)
         options = read_options(plan=found, loss_fn=subject.loss_fn)
         machines = cluster or f"cpu:{found.decision.world}"
         answer = replace(_answers(subject, [(model, machines, options)])[0], plan=found)
-    elif cluster is not None:
-        raise UsageError("--cluster needs the model", why="a plan file has the names of ops only", fix="add --model")
     measured = load_trace(trace) if trace is not None else None
     target, title = out or plan.with_suffix(".html"), f"autopart: {plan.stem}"
     say(f"report written to {write_page(found, target, measured=measured, answer=answer, title=title)}")
@@ -198,6 +198,14 @@ def _loaded(model: str, flags: dict[str, Any], rows: int | None, tokens: int | N
     return subject
 
 
+def _require_model(model: str | None, others: Mapping[str, object], rows: int | None, tokens: int | None) -> None:
+    """Raise UsageError for flags that say nothing without a model.  others: besides its batch, and their values."""
+    given = [name for name, value in {**others, "--rows": rows, "--tokens": tokens}.items() if value is not None]
+    if model is None and given:
+        why = "a plan file has the names of ops only"
+        raise UsageError(f"{given[0]} needs the model", why=why, fix="add --model")
+
+
 def _planned(
     subject: Subject, cluster: str, options: Options, *, simulate: bool
 ) -> tuple[Plan, Graph, Timeline | None]:
@@ -226,17 +234,19 @@ def _write_trace(step: Timeline | None, plan: Plan, path: Path | None) -> None:
 
 
 def _require_no_words(
-    words: list[str] | None, compare: str | None, what_if: list[str] | None, of_one: Mapping[str, object]
+    words: list[str] | None, several: Mapping[str, str | list[str] | None], of_one: Mapping[str, object]
 ) -> None:
-    """Raise UsageError for words that belong to nothing, and flags that do not go together.  of_one: flags that write
-    one plan, and their values."""
+    """Raise UsageError for words that belong to nothing, and flags that do not go together.  several: flags that make
+    several plans, of_one: those that write one plan, and their values."""
+    what_if = several["--what-if"]
     if words and not (what_if and len(what_if) == 1):
         fix = 'put them in quotes: --what-if "stages=4 replicas=2"' if what_if else "drop them"
         raise UsageError(f"{' '.join(words)!r} belongs to no option", fix=fix)
-    if compare is not None and what_if:
-        raise UsageError("both --compare and --what-if are given", fix="ask one after the other")
+    asked = [name for name, given in several.items() if given is not None]
+    if len(asked) > 1:
+        raise UsageError(f"both {asked[0]} and {asked[1]} are given", fix="ask one after the other")
     for name, given in of_one.items():
-        if given is not None and (compare is not None or what_if):
+        if given is not None and asked:
             raise UsageError(
                 f"{name} writes one plan, and several are made", fix=f"drop {name}, or plan with the options alone"
             )
@@ -248,16 +258,6 @@ def _compare_clusters(subject: Subject, clusters: str, options: Options, *, as_j
     if not names:
         raise UsageError("--compare names no cluster", fix="--compare h100x8:4,h100x8:8")
     _print_answers(_answers(subject, [(name, name, options) for name in dict.fromkeys(names)]), "cluster", as_json)
-
-
-def _compare_wishes(subject: Subject, cluster: str, flags: dict[str, Any], wishes: list[str], *, as_json: bool) -> None:
-    """Print a line for the chosen plan and one for each wish, whose options are added to the flags.
-
-    wishes: texts such as "stages=4 replicas=2"; words of their own belong to a single first one.
-    """
-    texts = [" ".join(wishes)] if any("=" in word and " " not in word for word in wishes[1:]) else wishes
-    asked = [("chosen", flags), *((text, {**flags, **wished(text.split())}) for text in texts)]
-    _compare(subject, cluster, asked, as_json=as_json)
 
 
 def _compare(subject: Subject, cluster: str, asked: list[tuple[str, dict[str, Any]]], *, as_json: bool) -> None:

@@ -54,7 +54,8 @@ def stage_module(
     outputs = leaving(graph, links, stage, chosen)
     updates = own_updates(graph, chosen)
     casts = casts_of(graph, chosen, {*outputs, *(value for _, value in graph.updates)})
-    drawn = draws_of(captured, chosen, layouts) if planned.division.splits else {}
+    # Without layouts no value is cut: a batch of one row runs whole on one replica, which draws for all of it.
+    drawn = draws_of(captured, chosen, layouts) if planned.division.splits and layouts else {}
     code = cut(
         captured, chosen, outputs, device, updates=updates, groups=planned.recompute, adjusted=adjusted, casts=casts,
         drawn=drawn,

@@ -194,8 +194,8 @@ def _too_many_replicas(request: PlanRequest) -> tuple[str, str] | None:
     rows, least = max(map(max, request.micro_rows)), request.least_rows
     each = "a row" if least == 1 else f"{least} rows"
     return (
-        f"{asked} replicas need {each} of every micro-batch each, and micro-batches have {rows} rows at most",
-        f"use at most {most} replicas, or micro-batches of at least {asked * least} rows",
+        f"{asked} replicas need {each} of every micro-batch each, and micro-batches have {_count(rows, 'row')} at most",
+        f"use at most {_count(most, 'replica')}, or micro-batches of at least {asked * least} rows",
     )
 
 
@@ -219,7 +219,7 @@ def _change(space: SearchSpace, retry: Retry, nearest: Evaluation | None) -> str
         if found is not None:
             micros = _count(len(found.candidate.micro_rows), "micro-batch")
             return f"{text}: tried, fits with {_count(found.stages, 'stage')}, {micros}, {found.candidate.schedule}"
-    return "use devices with more memory, or more of them"
+    return "use devices with more memory, or more of them" if nearest else "leave more options to the planner"
 
 
 def _relaxations(space: SearchSpace, nearest: Evaluation | None) -> Iterator[tuple[str, PlanRequest, Cluster]]:
@@ -242,11 +242,9 @@ def _relaxations(space: SearchSpace, nearest: Evaluation | None) -> Iterator[tup
     every = fixed[-1] if fixed else ()
     left = f", and leave {' and '.join(every)} to the planner" if every else ""
     for factor in (2, 4):
-        more = replace(
-            cluster,
-            devices=cluster.devices * factor,
-            levels=(*cluster.levels[:-1], replace(cluster.levels[-1], size=cluster.levels[-1].size * factor)),
-        )
+        inner = [replace(level, groups=level.groups * factor) for level in cluster.levels[:-1]]
+        outer = replace(cluster.levels[-1], size=cluster.levels[-1].size * factor)
+        more = replace(cluster, devices=cluster.devices * factor, levels=(*inner, outer))
         yield f"use {more.world * request.shards} such devices{left}", _without(request, every), more
     if nearest is not None:
         larger = tuple(replace(d, memory_bytes=d.memory_bytes + nearest.over_bytes) for d in cluster.devices)

@@ -76,7 +76,7 @@ def _check_order(request: PlanRequest) -> None:
         )
     if request.stages is not None and request.stages % per_rank:
         raise UsageError(
-            f"{request.stages} stages cannot be divided into {per_rank} a rank",
+            f"{request.stages} stage{'s' * (request.stages > 1)} cannot be divided into {per_rank} a rank",
             fix=f"use a multiple of {per_rank}, or another stages_per_rank",
         )
     if (is_other(name) or per_rank > 1) and not ways(request):

@@ -44,6 +44,7 @@ EXAMPLES = {
     "a loss that is scaled in fp16, over replicas": Setup(
         "stack", (8, 8), counts=(2,), schedule="1f1b", micros=2, dtype="float32", precision="fp16", zero=1
     ),
+    "replicas that draw random numbers, and a batch of one row": Setup("dropped", (6, 1), counts=(2,), micros=2),
     "a folded schedule of a model that recomputes a part of itself": Setup(
         "checkpointed", (8, 6), counts=(1, 1), per_rank=2, placement=V, schedule="zb-v", micros=4
     ),

@@ -42,7 +42,11 @@ def hand_options(text: str, model: nn.Module, rows: int) -> dict[str, Any]:
             )
         options["micro_batches"] = rows // (mbs * dp)
     if "layout" in given:
-        options["cuts"] = _cuts(read_layout(given["layout"]), model)
+        counts = read_layout(given["layout"])
+        if "pp" in given and len(counts) != pp * vpp:
+            why = f"the layout has {len(counts)} stages, pp * vpp is {pp * vpp}"
+            raise UsageError("--hand contradicts itself", why=why, fix="leave pp= out")
+        options["cuts"] = _cuts(counts, model)
     elif "pp" in given:
         options["stages"] = pp * vpp
     if "recompute" in given:

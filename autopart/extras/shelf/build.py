@@ -113,7 +113,7 @@ def from_shelf(file: ConfigFile, rows: int | None, tokens: int | None) -> tuple[
         notes.append(f"the file has no image_size: images have {PIXELS} x {PIXELS} pixels")
     with torch.device("meta"):
         model = _model(model_class, config, file)
-        batch = kind.batch(config, rows, tokens, model.dtype)
+        batch = _batch(kind, config, (rows, tokens), model.dtype, file)
     return model.train(), batch, (*file.notes, *notes)
 
 
@@ -141,6 +141,14 @@ def _model(model_class: Any, config: Any, file: ConfigFile) -> Any:
         raise _refused(file, f"{model_class.__name__} cannot be built from it", error) from error
     finally:
         torch.set_default_dtype(before)
+
+
+def _batch(kind: Kind, config: Any, lengths: tuple[int, int], dtype: torch.dtype, file: ConfigFile) -> Any:
+    """Return the batch.  Raises UsageError for sizes of images that are none: not every class checks them."""
+    try:
+        return kind.batch(config, *lengths, dtype)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise _refused(file, "no batch can be made of its image_size and num_channels", error) from error
 
 
 def _refused(file: ConfigFile, what: str, error: Exception) -> UsageError:

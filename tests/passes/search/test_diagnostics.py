@@ -118,6 +118,21 @@ def test_one_option_is_left_out_before_hardware_is_asked_for(asked: dict[str, An
     assert error is not None and error.fix.startswith(said), error
 
 
+def test_what_nobody_asked_for_is_not_left_to_the_planner() -> None:
+    """Cuts imply the number of stages, which the user did not give and cannot leave out."""
+    g = graph("a:1 @a +v:40 <- x; b:1 @b +w:60 <- a; c:1 @c +u:9 <- b", input_bytes=0)
+    error = failure(
+        Problem(g, cluster(3, memory=200), PlanRequest(((2,),), cuts=("c",), recompute="off", state_factor=0.0))
+    )
+    assert error is not None and error.fix.startswith("leave cuts to the planner"), error
+
+
+def test_another_schedule_is_proposed_with_what_it_implies() -> None:
+    """A V implies two stages a rank, 1F1B one: on twice the ranks, each has half as much to hold."""
+    p = Problem(layers(4), cluster(4, memory=1000), PlanRequest(((1,) * 4,), schedule="zb-v", stages=4, replicas=1))
+    assert check(p) == 'use schedule="1f1b"'
+
+
 def test_devices_too_slow_to_plan_for_are_named_as_the_reason() -> None:
     years = 2**55
     error = failure(Problem(graph(f"a:{years} +w <- x; b:{years} <- a"), cluster(2), PlanRequest(((1, 1),))))

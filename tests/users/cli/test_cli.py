@@ -161,6 +161,8 @@ def test_options_of_several_modules_are_merged_and_may_be_repeated(command):
         (("plan", "mlp", "--cluster", "tpu:2"), "cpu:2"),
         (("plan", "mlp", "--micro-batches", "99"), "micro_batches=16"),
         (("explain", "no_such_plan.json"), "no_such_plan.json"),
+        (("explain", "plan.json", "--cluster", "cpu:2"), "--cluster needs the model"),
+        (("report", "plan.json", "--tokens", "8"), "--tokens needs the model"),
         (("plan", "mlp", "--stages", "2", "--stages", "4"), "--stages is given twice"),
         (("plan", "mlp", "--cluster", "cpu:2", "--stages=2", "--cluster=cpu:4"), "--cluster is given twice"),
         (("plan", "mlp", "--pin", "2=0", "--pin", "4=1", "--pin", "2=1"), "--pin 2= is given twice"),

@@ -74,6 +74,8 @@ def test_a_wish_stands_beside_the_chosen_plan(command):
         "stages=1",
         "stages=2 micro-batches=4",
     ]
+    code, out, _ = command("--what-if", "stages=1", "--what-if", "replicas=1", "--json")
+    assert [answer["name"] for answer in json.loads(out)["answers"]] == ["chosen", "stages=1", "replicas=1"]
 
 
 def test_what_cannot_be_planned_is_a_line_with_its_reason(command):
@@ -92,6 +94,8 @@ def test_what_cannot_be_planned_is_a_line_with_its_reason(command):
         (("--what-if", "timeout=2"), "cannot be asked on a command line"),
         (("--what-if", "stages=2", "--compare", "cpu:2"), "both --compare and --what-if"),
         (("--what-if", "stages=1", "--what-if", "stages=2", "replicas=1"), "in quotes"),
+        (("--what-if", "stages=1", "--hand", "pp=2"), "both --what-if and --hand"),
+        (("--compare", "cpu:2", "--hand", "pp=2"), "both --compare and --hand"),
         (("--compare", ","), "names no cluster"),
         (("--what-if", "stages=1 stages=2"), "stages= is given twice"),
         (("--what-if", "pin=2=0 pin=2=1"), "--pin 2= is given twice"),

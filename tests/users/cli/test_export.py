@@ -164,7 +164,7 @@ def test_an_experts_plan_becomes_the_options_that_give_it_back():
     assert {"--tensor-model-parallel-size 2", '--pipeline-model-parallel-layout "Et*3|t*5L"'} <= {*flags}
     assert "--micro-batch-size 2" in flags and plan.micro_rows == (4, 4, 4, 4)
     assert hand_options("pp=2,tp=4", Layers(), 16)["tensor_parallel"] == 4
-    for wrong in ("layout=Et*3|t*4L", "tp=0", "mbs=5", "pp=0", "speed=9", "layout=Et*8|L"):
+    for wrong in ("layout=Et*3|t*4L", "tp=0", "mbs=5", "pp=0", "speed=9", "layout=Et*8|L", "layout=Et*3|t*5L,pp=4"):
         with pytest.raises(UsageError):
             hand_options(wrong, Layers(), 16)
 

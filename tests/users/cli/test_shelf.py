@@ -142,6 +142,9 @@ def test_a_file_that_describes_no_model_is_refused_by_name(written, content, wor
         (LLAMA, (4, None), "add --tokens"),
         (LLAMA, (4, 17), "use at most --tokens 16"),
         (VIT, (4, 8), "drop --tokens"),
+        (RESNET | {"image_size": {"height": 32, "width": 32}}, (4, None), "image_size"),
+        (RESNET | {"image_size": -4}, (4, None), "image_size"),
+        (RESNET | {"image_size": [4, 4, 4]}, (4, None), "image_size"),
     ],
 )
 def test_lengths_that_are_missing_or_impossible_are_refused(written, content, lengths, words):

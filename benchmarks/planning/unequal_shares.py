@@ -2,9 +2,10 @@
 
 Gloo ranks with 1 thread, each in a control group whose quota is its share of a core (`shared/quotas.py`): three with 1,
 1/2 and 1/4, four with 1, 2/5, 1/5 and 1/5.  Costs of ops are measured in processes that have a core each; the cluster
-says what share each rank has.  Rounds of the two plans alternate.  A step ends with SGD's.  The steps are compared with
-simulations by costs that are measured before and after each round, since the cores of a virtual machine change their
-speed, and on all cores at once, since they are as busy in a step and may be threads of one core of the machine below.
+says what share each rank really gets, which is measured first, while all compute.  Rounds of the two plans alternate.
+A step ends with SGD's.  The steps are compared with simulations by costs that are measured before and after each round,
+since the cores of a virtual machine change their speed, and on all cores at once, since they are as busy in a step and
+may be threads of one core of the machine below.
 
     python -m benchmarks.planning.unequal_shares              seven minutes on idle cores; writes unequal_shares.json
     python -m benchmarks.planning.unequal_shares --width 128 --rounds 1       small, writes nothing
@@ -29,16 +30,28 @@ from autopart.cli.host_costs import detect_all
 from autopart.costs.detect import detect
 from autopart.ir.cluster import Cluster, Device
 from benchmarks.shared.common import nothing_kept, ratio, shape_of, spread, write
-from benchmarks.shared.quotas import enter, leave, parts_of_cores, why_not
+from benchmarks.shared.quotas import attained, cores_of, enter, leave, parts_of_cores, why_not
 
 SHARES = ((1.0, 0.5, 0.25), (1.0, 0.4, 0.2, 0.2))
-LAYERS, ROWS, STEPS = 24, 512, 8
+LAYERS, ROWS, STEPS, SPIN_S = 24, 512, 8, 3.0
 OPTIONS: dict[str, Any] = {"loss_fn": nn.functional.mse_loss, "costs": "measured", "optimizer": "sgd"}
 Planned = tuple[Cluster, autopart.Plan]
 Seconds = dict[str, list[float]]
 """Of the steps of a rank, by plan."""
 FASTER, WITHIN = 1.25, 0.10
 """What is asked: how many times as fast the step is as under the plan for equal devices, and the error of its time."""
+
+
+def real_shares(shares: Sequence[float]) -> list[float]:
+    """Return the shares of a core that ranks with these quotas get, all at once."""
+    with parts_of_cores(shares) as folders:
+        return autopart.launch(real_share, f"cpu:{len(shares)}", folders, cores_of(shares))
+
+
+def real_share(folders: Sequence[Path], cores: Sequence[set[int]]) -> float:
+    """Return the share that this rank gets."""
+    rank = int(os.environ["RANK"])
+    return attained(folders[rank], cores[rank], SPIN_S)
 
 
 def planned(model: nn.Module, batch: Any, device: Device, shares: Sequence[float]) -> dict[str, Planned]:
@@ -74,9 +87,10 @@ def built(width: int) -> tuple[nn.Module, Any]:
     return model, tuple(torch.randn(2, ROWS, width, generator=torch.Generator().manual_seed(0)))
 
 
-def measure(folders: Sequence[Path], plans: dict[str, Planned], width: int) -> Seconds:
+def measure(folders: Sequence[Path], cores: Sequence[set[int]], plans: dict[str, Planned], width: int) -> Seconds:
     """Return, on each rank, the seconds of steps under each plan, with this rank's share of a core."""
     torch.set_num_threads(1)
+    os.sched_setaffinity(0, cores[int(os.environ["RANK"])])
     seconds: Seconds = {}
     for name, (cluster, plan) in plans.items():
         model, batch = built(width)
@@ -135,13 +149,16 @@ def main() -> None:
     device, rows = detect(1).devices[0], []
     for shares in SHARES:
         model, batch = built(given.width)
-        plans = planned(model, batch, device, shares)
+        real = real_shares(shares)
+        print("shares", shares, "of which ranks get", [round(share, 3) for share in real])
+        plans = planned(model, batch, device, real)
         forecasts, found = [forecast(plans["planned"], given.width)], list[list[Seconds]]()
         for _ in range(given.rounds):
             with parts_of_cores(shares) as folders:
-                found.append(autopart.launch(measure, f"cpu:{len(shares)}", folders, plans, given.width))
+                ranks = f"cpu:{len(shares)}"
+                found.append(autopart.launch(measure, ranks, folders, cores_of(shares), plans, given.width))
             forecasts.append(forecast(plans["planned"], given.width))
-        rows.append(report(shares, plans, found, forecasts))
+        rows.append({"real shares": real, **report(shares, plans, found, forecasts)})
     claims = dict[str, bool]()
     for row in rows:
         what, faster, error = f"{len(row['shares'])} processes", row["times as fast"]["median"], row["error"]

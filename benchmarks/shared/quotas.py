@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,7 +37,8 @@ def parts_of_cores(parts: Sequence[float]) -> Iterator[list[Path]]:
     try:
         for rank, part in enumerate(parts if min(parts) < 1 else ()):
             made.append(Path(tempfile.mkdtemp(prefix=f"autopart-{rank}-", dir=_root())))
-            _limit(made[-1], round(QUOTA_US / part))
+            if part < 1:  # a quota of a whole core yields two thirds of it
+                _limit(made[-1], round(QUOTA_US / part))
         yield made
     finally:
         for folder in made:
@@ -53,6 +55,31 @@ def _limit(folder: Path, period_us: int) -> None:
         (folder / "cpu.cfs_quota_us").write_text(str(QUOTA_US))
     else:
         (folder / "cpu.max").write_text(f"{QUOTA_US} {period_us}")
+
+
+def cores_of(parts: Sequence[float]) -> list[set[int]]:
+    """Return the cores that each rank runs on: the first that has its part left, the largest part first; any where none
+    has.  The system does not spread ranks that stop and go so that each gets its part."""
+    cores = sorted(os.sched_getaffinity(0))
+    left, found = dict.fromkeys(cores, 1.0), [set(cores)] * len(parts)
+    for rank in sorted(range(len(parts)), key=lambda rank: -parts[rank]):
+        core = next((core for core in cores if left[core] + 1e-9 >= parts[rank]), None)
+        if core is not None:
+            left[core] -= parts[rank]
+            found[rank] = {core}
+    return found
+
+
+def attained(folder: Path, cores: set[int], seconds: float) -> float:
+    """Return the part of a core that a process gets in a control group on these cores; others run meanwhile."""
+    os.sched_setaffinity(0, cores)
+    enter(folder)
+    began, cpu = time.perf_counter(), time.process_time()
+    while time.perf_counter() - began < seconds:
+        pass
+    found = (time.process_time() - cpu) / (time.perf_counter() - began)
+    leave()
+    return found
 
 
 def enter(folder: Path) -> None:

@@ -186,6 +186,8 @@ def main() -> None:
     if whole:
         from benchmarks.shared.common import write
 
+        if given.before:  # the recorded command names no folder of this machine
+            sys.argv = [each.replace(str(given.before), "FOLDER") for each in sys.argv]
         write("start", {"claims": claims, "starts": found, "before": before, "plans": plans})
 
 

@@ -37,8 +37,8 @@ class Size:
 
     def __str__(self) -> str:
         """Return a text such as "1 row" or "4 rows of 128 tokens"."""
-        rows = _many(self.rows, "row")
-        return rows if self.tokens is None else f"{rows} of {_many(self.tokens, 'token')}"
+        rows = many(self.rows, "row")
+        return rows if self.tokens is None else f"{rows} of {many(self.tokens, 'token')}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,5 +364,6 @@ def _layer(op: Op) -> str:
     return op.module
 
 
-def _many(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
+def many(count: int, what: str) -> str:
+    """Return a number of things: "1 row", "2 micro-batches"."""
+    return f"{count} {what}{'' if count == 1 else 'es' if what.endswith('ch') else 's'}"

@@ -11,7 +11,7 @@ from dataclasses import asdict
 
 from autopart.ir.decision import Decision, Stage, listed_runs
 from autopart.ir.errors import printable, shortened
-from autopart.ir.graph import Graph, module_range, stage_modules
+from autopart.ir.graph import Graph, many, module_range, stage_modules
 from autopart.ir.plan import Estimate, Outlook, Plan
 from autopart.ir.program import BUCKET_BYTES
 
@@ -256,8 +256,8 @@ def summary(decision: Decision) -> str:
     used = sum(len(stage.ranks) for stage in decision.stages)
     parts = [
         f"schedule {decision.schedule}",
-        f"{_many(len(decision.micro_rows), 'micro-batch', 'es')} of {_rows(decision.micro_rows)}",
-        f"{_many(len(decision.stages), 'stage')} on {_many(decision.world, 'rank')}",
+        f"{many(len(decision.micro_rows), 'micro-batch')} of {_rows(decision.micro_rows)}",
+        f"{many(len(decision.stages), 'stage')} on {many(decision.world, 'rank')}",
     ]
     if lengths := decision.token_slices:
         parts.append(f"{len(lengths)} slices of {listed_runs(lengths)} tokens")
@@ -274,14 +274,10 @@ def summary(decision: Decision) -> str:
     return ", ".join(parts)
 
 
-def _many(count: int, what: str, plural: str = "s") -> str:
-    return f"{count} {what}{plural if count > 1 else ''}"
-
-
 def _rows(micro_rows: tuple[int, ...]) -> str:
     sizes = sorted(Counter(micro_rows).items(), reverse=True)
     if len(sizes) == 1:
-        return _many(sizes[0][0], "row")
+        return many(sizes[0][0], "row")
     return " and ".join(f"{rows} ({times}x)" for rows, times in sizes) + " rows"
 
 

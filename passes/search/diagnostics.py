@@ -9,7 +9,7 @@ from typing import Any
 from autopart.ir.cluster import Cluster
 from autopart.ir.decision import listed_runs
 from autopart.ir.errors import InfeasibleError
-from autopart.ir.graph import Graph, Op
+from autopart.ir.graph import Graph, Op, many
 from autopart.ir.plan import Alternative
 from autopart.passes.search.evaluation import Candidate, Evaluation, evaluate
 from autopart.passes.search.layout import Layout
@@ -37,7 +37,7 @@ def alternatives(best: Evaluation, seen: Sequence[Evaluation], fastest: Evaluati
     for count in (stages - 1, stages + 1):
         if count != fastest.stages:
             alike = (e for e in seen if e.stages == count and e.candidate.per_rank == own)
-            wanted.append((_count(count, "stage"), _fastest(alike)))
+            wanted.append((many(count, "stage"), _fastest(alike)))
     wanted += _other_schedules(best, seen)
     if space.request.may_replicate and best.candidate.most_replicas > 1:
         found = _fastest(e for e in seen if len(e.candidate.ranks[0]) == 1 and e.stages > 1)
@@ -52,7 +52,7 @@ def alternatives(best: Evaluation, seen: Sequence[Evaluation], fastest: Evaluati
     others = tuple(_alternative(name, evaluation, best) for name, evaluation in wanted if evaluation is not None)
     if fastest.stages == stages:
         return others
-    name, slower = _count(fastest.stages, "stage"), best.step_ns / fastest.step_ns - 1
+    name, slower = many(fastest.stages, "stage"), best.step_ns / fastest.step_ns - 1
     why = f"the plan is {slower:.1%} slower than {name}; fewer stages"
     return (Alternative(f"the fastest, {name}", fastest.step_ns, why), *others)
 
@@ -125,12 +125,6 @@ def _kept_from(best: Evaluation) -> str:
     return ""
 
 
-def _count(count: int, noun: str) -> str:
-    if count == 1:
-        return f"1 {noun}"
-    return f"{count} {noun}es" if noun.endswith("ch") else f"{count} {noun}s"
-
-
 # ---- nothing fits --------------------------------------------------------------------------------------------------
 
 
@@ -194,8 +188,8 @@ def _too_many_replicas(request: PlanRequest) -> tuple[str, str] | None:
     rows, least = max(map(max, request.micro_rows)), request.least_rows
     each = "a row" if least == 1 else f"{least} rows"
     return (
-        f"{asked} replicas need {each} of every micro-batch each, and micro-batches have {_count(rows, 'row')} at most",
-        f"use at most {_count(most, 'replica')}, or micro-batches of at least {asked * least} rows",
+        f"{asked} replicas need {each} of every micro-batch each, and micro-batches have {many(rows, 'row')} at most",
+        f"use at most {many(most, 'replica')}, or micro-batches of at least {asked * least} rows",
     )
 
 
@@ -217,8 +211,8 @@ def _change(space: SearchSpace, retry: Retry, nearest: Evaluation | None) -> str
     for text, request, cluster in _relaxations(space, nearest):
         found = retry(request, cluster)
         if found is not None:
-            micros = _count(len(found.candidate.micro_rows), "micro-batch")
-            return f"{text}: tried, fits with {_count(found.stages, 'stage')}, {micros}, {found.candidate.schedule}"
+            micros = many(len(found.candidate.micro_rows), "micro-batch")
+            return f"{text}: tried, fits with {many(found.stages, 'stage')}, {micros}, {found.candidate.schedule}"
     return "use devices with more memory, or more of them" if nearest else "leave more options to the planner"
 
 

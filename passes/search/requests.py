@@ -5,6 +5,7 @@ from __future__ import annotations
 from autopart.ir.cluster import Cluster
 from autopart.ir.cluster import check as check_cluster
 from autopart.ir.errors import UsageError
+from autopart.ir.graph import many
 from autopart.passes.program.named import FAMILY, SEARCHED
 from autopart.passes.program.orders import ONE
 from autopart.passes.program.schedules import find
@@ -76,7 +77,7 @@ def _check_order(request: PlanRequest) -> None:
         )
     if request.stages is not None and request.stages % per_rank:
         raise UsageError(
-            f"{request.stages} stage{'s' * (request.stages > 1)} cannot be divided into {per_rank} a rank",
+            f"{many(request.stages, 'stage')} cannot be divided into {per_rank} a rank",
             fix=f"use a multiple of {per_rank}, or another stages_per_rank",
         )
     if (is_other(name) or per_rank > 1) and not ways(request):

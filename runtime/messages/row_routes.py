@@ -89,9 +89,10 @@ class RowRoutes:
         return tuple(self._spec(name, part, own[name]) for name in part.names)
 
     def _spec(self, name: str, part: RowPart, spec: torch.Tensor) -> torch.Tensor:
-        layout, shape = self._layout(name, part), list(spec.shape)
+        layout = self._layout(name, part)
         if layout is None or part.count == part.own:
             return spec
+        shape = list(spec.shape)
         shape[layout.axis] = shape[layout.axis] // part.own * part.count
         order = self._orders.get(name, tuple(range(spec.dim())))  # strides do not show it where an axis has one entry
         return torch.empty_permuted(shape, order, dtype=spec.dtype, device="meta")
